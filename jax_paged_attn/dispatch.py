@@ -1,0 +1,419 @@
+"""Choice of the implementation that serves a call, and the record of that choice."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jax_paged_attn import validation
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import Problem
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# (multiprocessors, shared memory a block may use) of each compute capability's data-centre part where there is
+# one. The real count is read from the device when it is at hand.
+_CUDA_PARTS = {
+    (8, 0): (108, 166_912),
+    (8, 6): (84, 101_376),
+    (8, 9): (142, 101_376),
+    (9, 0): (132, 232_448),
+    (10, 0): (148, 232_448),
+    (10, 3): (148, 232_448),
+    (12, 0): (188, 101_376),
+}
+_DEFAULT_CUDA = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a call is compiled for.
+
+    Attributes
+    ----------
+    platform : str
+        "cpu", "cuda", "rocm" or "tpu".
+    compute_capability : tuple[int, int] or None
+        Of a CUDA device: (9, 0) is sm_90.
+    core_count : int
+        Streaming multiprocessors of a CUDA device, else 0.
+    smem_bytes : int
+        Shared memory that one block may use, else 0.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+    core_count: int = 0
+    smem_bytes: int = 0
+
+    @classmethod
+    def cuda(cls, compute_capability: tuple[int, int], core_count: int | None = None) -> "Target":
+        """A CUDA device; of a capability that isn't in the table the newest older one's limits are assumed."""
+        known = [part for part in _CUDA_PARTS if part <= compute_capability]
+        cores, smem_bytes = _CUDA_PARTS[max(known)] if known else (16, 49_152)
+        return cls("cuda", compute_capability, core_count or cores, smem_bytes)
+
+    @classmethod
+    def parse(cls, name: str) -> "Target":
+        """The target called ``name``: a platform, or a CUDA architecture such as "sm_90"."""
+        if name == "cuda":
+            return cls.cuda(_DEFAULT_CUDA)
+        if name in _PLATFORMS:
+            return cls(name)
+        match = re.fullmatch(r"sm_(\d+)(\d)a?", name) if isinstance(name, str) else None
+        if match is None:
+            raise ValueError(
+                f"target: expected one of {_PLATFORMS} or an architecture as 'sm_90', got {name!r}"
+            )
+        return cls.cuda((int(match[1]), int(match[2])))
+
+    @classmethod
+    def current(cls) -> "Target":
+        """The device that JAX runs on by default."""
+        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(device, str):
+            device = jax.devices(device)[0]
+        device = device or jax.devices()[0]
+        if device.platform != "gpu":
+            return cls(device.platform)
+        if "rocm" in device.client.platform_version.lower():
+            return cls("rocm")
+        major, minor = device.compute_capability.split(".")
+        return cls.cuda((int(major), int(minor)), device.core_count)
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.platform
+        return "sm_{}{}".format(*self.compute_capability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute the public functions.
+
+    Attributes
+    ----------
+    name : str
+        What ``implementation=`` calls it.
+    module : str
+        Module with the names that `jax_paged_attn.kernels` lists; imported when it may be used.
+    platforms : tuple[str, ...] or None
+        Where it runs; None is everywhere.
+    interpreted_on : tuple[str, ...]
+        Where an explicit choice interprets it.
+    """
+
+    name: str
+    module: str
+    platforms: tuple[str, ...] | None = None
+    interpreted_on: tuple[str, ...] = ()
+
+    def load(self) -> ModuleType:
+        """The implementation's module."""
+        return importlib.import_module(self.module)
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        """Why it can't run this problem on this target; None if it can."""
+        if self.platforms is not None and target.platform not in self.platforms:
+            return f"runs on {', '.join(self.platforms)}, not on {target.platform}"
+        try:
+            module = self.load()
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return module.why_not(problem, target)
+
+
+# In order of preference.
+IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", "jax_paged_attn.kernels.mosaic_gpu", ("cuda",), interpreted_on=("cpu",)),
+    Implementation("xla", "jax_paged_attn.kernels.xla"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a call would run; the result of `explain`.
+
+    Attributes
+    ----------
+    implementation : str
+        The implementation's name.
+    target : Target
+        What it was chosen for.
+    problem : Problem
+        The call's static description.
+    config : object
+        The implementation's own ``Config``.
+    smem_bytes : int
+        Shared memory of one block; 0 where the implementation doesn't manage it.
+    workspace_bytes : int
+        Device memory for partial results.
+    accumulator_dtype : str
+        In which scores, softmax and partial outputs are kept.
+    deterministic : bool
+        Whether the same inputs and config always give the same bits.
+    passed_over : tuple[tuple[str, str], ...]
+        Name and reason of each other implementation.
+    """
+
+    implementation: str
+    target: Target
+    problem: Problem
+    config: Any
+    smem_bytes: int
+    workspace_bytes: int
+    accumulator_dtype: str
+    deterministic: bool
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"implementation: {self.implementation} on {self.target}",
+            f"config: {self.config}",
+            f"shared memory a block: {self.smem_bytes} bytes",
+            f"workspace: {self.workspace_bytes} bytes",
+            f"accumulator: {self.accumulator_dtype}",
+            f"deterministic: {'yes' if self.deterministic else 'no'}",
+            *(f"not {name}: {reason}" for name, reason in self.passed_over),
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """An implementation with its config, ready to run; hashable, so that it can key a compilation."""
+
+    implementation: Implementation
+    config: Any
+    interpret: bool = False
+
+    def decode(self, problem: Problem, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
+        decode = self.implementation.load().decode
+        options = {"interpret": True} if self.interpret else {}
+        return decode(problem, self.config, *operands, **options)
+
+
+def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
+    """Say what a call would run, and why the other implementations were passed over; computes nothing.
+
+    Parameters
+    ----------
+    fn : callable
+        A function of this package, or any traceable function whose first attention call is of interest.
+    *args, **kwargs
+        Its arguments; `jax.ShapeDtypeStruct` may stand for any array.
+    target : str, optional
+        What to choose for: an architecture such as "sm_80", or "cpu", "cuda", "rocm", "tpu"; from any host.
+        None is JAX's default device.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As the call itself would; or ValueError if `target` is unknown or `fn` calls no function of this package.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from jax_paged_attn import PageTable, explain, paged_attention
+    >>> q = jax.ShapeDtypeStruct((2, 8, 64), "bfloat16")
+    >>> pages = jax.ShapeDtypeStruct((3, 2, 16, 64), "bfloat16")
+    >>> page_table = PageTable.from_block_tables([[2, 0], [1, -1]], [20, 3])
+    >>> explain(paged_attention, q, pages, pages, page_table, target="cpu").implementation
+    'xla'
+    """
+    records: list[Explanation] = []
+    traced = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
+    static = {name: value for name, value in kwargs.items() if name not in traced}
+    chosen = Target.current() if target is None else Target.parse(target)
+    with _explaining(chosen, records):
+        # Unwrapped, because a jitted function traced before would not run its Python again; a new function
+        # each time, because eval_shape remembers too.
+        jax.eval_shape(lambda args, traced: inspect.unwrap(fn)(*args, **traced, **static), args, traced)
+    if not records:
+        raise ValueError(f"fn: expected a function that calls jax_paged_attn, got {fn!r}")
+    return records[0]
+
+
+def run(
+    problem: Problem,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: PageTable,
+    kv_starts: jax.Array | None,
+    sm_scale: float | jax.Array,
+    *,
+    implementation: str | None,
+    config: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run a checked, batched call by the implementation asked for, or by the first that can.
+
+    Returns
+    -------
+    out : [batch, num_q_heads, v_head_dim], of q's dtype
+    lse : float32[batch, num_q_heads], or None without ``problem.return_lse``
+    """
+    names = tuple(candidate.name for candidate in IMPLEMENTATIONS)
+    validation.check(
+        implementation is None or implementation in names,
+        "implementation",
+        f"None or one of {names}",
+        repr(implementation),
+    )
+    recording = _recording.get()
+    if recording is not None:
+        target, records = recording
+        records.append(_record(problem, implementation, config, target))
+    if recording is not None or problem.is_empty:
+        rows = (problem.batch, problem.num_q_heads)
+        lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
+        return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
+    choices = _choices_by_platform(problem, implementation, config, Target.current())
+    static_scale = sm_scale if isinstance(sm_scale, float) else None
+    traced_scale = None if isinstance(sm_scale, float) else sm_scale
+    return _run(problem, choices, static_scale, q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+
+
+# Jitted, so that an eager call compiles once a shape.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    problem: Problem,
+    choices: tuple[tuple[str, _Choice], ...],
+    static_scale: float | None,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: PageTable,
+    kv_starts: jax.Array | None,
+    traced_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    def decode_by(choice):
+        def decode(q, k_pages, v_pages, page_table, kv_starts, traced_scale):
+            sm_scale = static_scale if traced_scale is None else traced_scale
+            return choice.decode(problem, q, k_pages, v_pages, page_table, kv_starts, sm_scale)
+
+        return decode
+
+    branches = {platform: decode_by(choice) for platform, choice in choices}
+
+    @jax.custom_jvp
+    def decode(*operands):
+        if len(branches) == 1:
+            (only,) = branches.values()
+            return only(*operands)
+        # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
+        return jax.lax.platform_dependent(*operands, **branches)
+
+    decode.defjvp(_refuse_to_differentiate)
+    return decode(q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+
+
+def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
+    raise NotImplementedError(
+        "paged_attention and decode_attention have no derivative; "
+        "jax_paged_attn.reference.paged_attention and .decode_attention are differentiable"
+    )
+
+
+def _choices_by_platform(
+    problem: Problem, implementation: str | None, config: Any, host: Target
+) -> tuple[tuple[str, _Choice], ...]:
+    """What to run on each platform that the call may be lowered for, "default" being any other."""
+    cuda = host if host.platform == "cuda" else Target.parse("cuda")
+    if implementation is None:
+        other = Target("cpu") if host.platform == "cuda" else host
+        # A config belongs to what the host runs; elsewhere it applies only if it fits.
+        choices = {
+            target.platform: _select(problem, target, None, config, strict=target == host)[0]
+            for target in (cuda, other)
+        }
+        on_cuda, elsewhere = choices["cuda"], choices[other.platform]
+        return (
+            (("default", elsewhere),) if on_cuda == elsewhere else (("cuda", on_cuda), ("default", elsewhere))
+        )
+    (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation)
+    if host.platform not in named.interpreted_on:
+        return (("default", _select(problem, host, implementation, config)[0]),)
+    # The interpreter plays a CUDA device, and the same trace can be lowered for a real one.
+    choice, _ = _select(problem, cuda, implementation, config)
+    return ((host.platform, dataclasses.replace(choice, interpret=True)), ("cuda", choice))
+
+
+def _select(
+    problem: Problem, target: Target, implementation: str | None, config: Any, strict: bool = True
+) -> tuple[_Choice, tuple[tuple[str, str], ...]]:
+    """The implementation asked for or the first that can run, and why each other was passed over.
+
+    A config of another type than the implementation's is an error where `strict`, else its default is taken.
+    """
+    chosen = None
+    passed_over = []
+    for candidate in IMPLEMENTATIONS:
+        if implementation is not None and candidate.name != implementation:
+            passed_over.append((candidate.name, f"implementation={implementation!r} was asked for"))
+        elif chosen is not None:
+            passed_over.append((candidate.name, f"{chosen.name} comes first"))
+        elif (reason := candidate.why_not(problem, target)) is None:
+            chosen = candidate
+        elif implementation is not None:
+            raise NotImplementedError(f"implementation={implementation!r} can't run this call: {reason}")
+        else:
+            passed_over.append((candidate.name, reason))
+    if chosen is None:
+        raise NotImplementedError(f"no implementation can run this call: {passed_over}")
+    module = chosen.load()
+    if config is None or not (strict or isinstance(config, module.Config)):
+        config = module.default_config(problem, target)
+    expected = f"a {chosen.module}.Config for implementation {chosen.name!r}"
+    validation.check(isinstance(config, module.Config), "config", expected, repr(config))
+    return _Choice(chosen, config), tuple(passed_over)
+
+
+def _record(problem: Problem, implementation: str | None, config: Any, target: Target) -> Explanation:
+    named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation]
+    interpreted = any(target.platform in candidate.interpreted_on for candidate in named)
+    played = Target.parse("cuda") if interpreted else target
+    choice, passed_over = _select(problem, played, implementation, config)
+    usage = choice.implementation.load().usage(problem, choice.config)
+    return Explanation(
+        implementation=choice.implementation.name,
+        target=target,
+        problem=problem,
+        config=choice.config,
+        smem_bytes=usage.smem_bytes,
+        workspace_bytes=usage.workspace_bytes,
+        accumulator_dtype=usage.accumulator_dtype,
+        deterministic=usage.deterministic,
+        passed_over=passed_over,
+    )
+
+
+_recording: contextvars.ContextVar[tuple[Target, list[Explanation]] | None]
+_recording = contextvars.ContextVar("jax_paged_attn_recording", default=None)
+
+
+@contextlib.contextmanager
+def _explaining(target: Target, records: list[Explanation]) -> Iterator[None]:
+    """Make calls within record what they would run, instead of running it."""
+    token = _recording.set((target, records))
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def _holds_arrays(value: Any) -> bool:
+    return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))

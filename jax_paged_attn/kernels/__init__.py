@@ -1,0 +1,38 @@
+"""Implementations of the public functions, one package each.
+
+Each exposes the same names; `jax_paged_attn.dispatch` imports it only when it may be used:
+
+``Config``
+    A frozen dataclass of its choices that checks itself (ValueError).
+``why_not(problem, target) -> str | None``
+    Why it can't run this problem on this target; None if it can.
+``default_config(problem, target) -> Config``
+``usage(problem, config) -> Usage``
+``decode(problem, config, q, k_pages, v_pages, page_table, kv_starts, sm_scale) -> (out, lse)``
+    Of a batched call: out [batch, num_q_heads, v_head_dim] in q's dtype, and lse float32[batch, num_q_heads]
+    or None without ``problem.return_lse``. One that interprets on some platform also takes ``interpret=True``.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a configuration takes.
+
+    Attributes
+    ----------
+    smem_bytes : int
+        Shared memory of one block; 0 where the implementation doesn't manage it.
+    workspace_bytes : int
+        Device memory for partial results; an estimate for the XLA implementation.
+    accumulator_dtype : str
+        In which scores, softmax and partial outputs are kept.
+    deterministic : bool
+        Whether the same inputs and configuration always give the same bits.
+    """
+
+    smem_bytes: int
+    workspace_bytes: int
+    accumulator_dtype: str = "float32"
+    deterministic: bool = True

@@ -1,0 +1,130 @@
+"""Decode attention by an online softmax over tiles of keys, all rows in step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_paged_attn import merge, validation
+from jax_paged_attn.dispatch import Target
+from jax_paged_attn.kernels import Usage
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Choices of the XLA implementation.
+
+    Attributes
+    ----------
+    block_kv : int
+        Keys of each row that are gathered and multiplied at a time, whatever the page size.
+    """
+
+    block_kv: int = 128
+
+    def __post_init__(self):
+        validation.check_positive_int("block_kv", self.block_kv)
+
+
+def why_not(problem: Problem, target: Target) -> str | None:
+    """None: it runs every problem everywhere."""
+    return None
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """One tile size for all: a row's bits must not depend on capacities."""
+    return Config()
+
+
+def usage(problem: Problem, config: Config) -> Usage:
+    """Estimate the bytes of a step's tiles and running state."""
+    runs = problem.batch * (problem.num_splits or 1)
+    tile = problem.num_kv_heads * config.block_kv * (problem.head_dim + problem.v_head_dim)
+    state = problem.num_q_heads * (problem.v_head_dim + 2 + config.block_kv)
+    return Usage(smem_bytes=0, workspace_bytes=runs * (tile * problem.dtype.itemsize + 4 * state))
+
+
+def decode(
+    problem: Problem,
+    config: Config,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: PageTable,
+    kv_starts: jax.Array | None,
+    sm_scale: jax.Array | float,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Decode attention; see `jax_paged_attn.kernels` for the contract."""
+    batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
+    num_splits, block_kv = problem.num_splits or 1, config.block_kv
+    # Einsum letters: b row, s split, h kv head, g query head of the group, t key of the tile, d and e head dims.
+    tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
+    precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
+
+    kv_lens = page_table.clipped_lens(problem.page_size)
+    tiles = -(-kv_lens // block_kv)
+    run = -(-tiles // num_splits)  # tiles of each split of a row
+    first_tile = run[:, None] * jnp.arange(num_splits, dtype=jnp.int32)  # [batch, num_splits]
+    end = jnp.minimum((first_tile + run[:, None]) * block_kv, kv_lens[:, None])[..., None]
+    q = q.reshape(batch, num_kv_heads, group_size, problem.head_dim)
+
+    def multiply(equation, a, b):
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    def add_tile(step, state):
+        peak, total, acc = state
+        positions = (first_tile + step)[..., None] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        valid = positions < end  # [batch, num_splits, block_kv]
+        if kv_starts is not None:
+            valid &= positions >= kv_starts[:, None, None]
+        k, v = _load_tile(problem, k_pages, v_pages, page_table, positions)
+        scores = sm_scale * multiply(f"bhgd,{tile_axes}d->bshgt", q, k)
+        scores = jnp.where(valid[:, :, None, None, :], scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        # Until a run meets a valid key its peak is -inf, and subtracting that would make NaN.
+        shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(peak - shift)
+        # Masked by selection: a weight of zero doesn't silence NaN in an unused slot.
+        mask = valid[None] if tile_axes == "hbst" else valid[..., None]
+        v = jnp.where(mask[..., None], v, jnp.zeros((), v.dtype))
+        partial = multiply(f"bshgt,{tile_axes}e->bshge", weights.astype(v.dtype), v)
+        return new_peak, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + partial
+
+    runs = (batch, num_splits, num_kv_heads, group_size)
+    state = (
+        jnp.full(runs, -jnp.inf, jnp.float32),
+        jnp.zeros(runs, jnp.float32),
+        jnp.zeros((*runs, problem.v_head_dim), jnp.float32),
+    )
+    peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
+    out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    lse = peak + jnp.log(total)
+    if num_splits > 1:
+        out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
+    out = out.reshape(batch, problem.num_q_heads, problem.v_head_dim).astype(problem.dtype)
+    return out, lse.reshape(batch, problem.num_q_heads) if problem.return_lse else None
+
+
+def _load_tile(
+    problem: Problem, k_pages: jax.Array, v_pages: jax.Array, page_table: PageTable, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gather the keys and values at positions [batch, num_splits, block_kv] of each row.
+
+    Returns [batch, num_splits, block_kv, num_kv_heads, head_dim], or with the heads first for "HPND": the order
+    in which a gather yields them, without moving the pool.
+    """
+    entries = page_table.row_starts[:, None, None] + positions // problem.page_size
+    entries = jnp.clip(entries, 0, problem.num_entries - 1)
+    pages = page_table.indices.at[entries].get(mode="promise_in_bounds")
+    pages = jnp.clip(pages, 0, problem.num_pages - 1)
+    slots = positions % problem.page_size
+    index = {
+        "HND": (pages, slice(None), slots),
+        "NHD": (pages, slots),
+        "HPND": (slice(None), pages, slots),
+    }[problem.kv_layout]
+    k, v = (cache.at[index].get(mode="promise_in_bounds") for cache in (k_pages, v_pages))
+    return k, v

@@ -1,0 +1,106 @@
+"""Float32 oracles in plain jnp: slow, obvious, differentiable.
+
+Each function takes the arguments of the public function of its name, computes in float32 at the highest matmul
+precision whatever the dtype of its inputs, and returns float32. A row is gathered whole.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_paged_attn.page_table import PageTable
+
+
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: PageTable,
+    *,
+    sm_scale: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.paged_attention`, one row at a time; differentiable in q, k_pages, v_pages, sm_scale."""
+    q, k_pages, v_pages = (jnp.asarray(x, jnp.float32) for x in (q, k_pages, v_pages))
+    # To [num_pages, page_size, num_kv_heads, head_dim].
+    order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
+    k_pages, v_pages = k_pages.transpose(order), v_pages.transpose(order)
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    indices, row_starts, kv_lens = (
+        page_table.indices,
+        page_table.row_starts,
+        page_table.clipped_lens(page_size),
+    )
+    positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
+    scale = jnp.float32(head_dim**-0.5) if sm_scale is None else jnp.asarray(sm_scale, jnp.float32)
+
+    def attend_row(row):
+        q, row_start, kv_len, kv_start = row
+        valid = (positions >= kv_start) & (positions < kv_len)
+        entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
+        pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
+        # Masked keys and values are replaced before use: NaN in them would reach outputs or gradients.
+        k, v = (jnp.where(valid[:, None, None], x[pages, slots], 0) for x in (k_pages, v_pages))
+        q = q.reshape(num_kv_heads, -1, head_dim)
+        scores = scale * jnp.einsum("hgd,thd->hgt", q, k, precision="highest")
+        scores = jnp.where(valid, scores, -jnp.inf)
+        peak = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak)))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        safe_total = jnp.where(total == 0, 1, total)
+        out = jnp.einsum("hgt,thd->hgd", weights / safe_total, v, precision="highest")
+        lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe_total))
+        return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+
+    kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)
+    if num_pages == 0 or positions.size == 0:
+        out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
+    else:
+        rows = (q, row_starts, kv_lens, kv_starts)
+        out = attend_row(rows) if q.ndim == 2 else jax.lax.map(attend_row, rows)
+    return out if return_lse else out[0]
+
+
+def decode_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    kv_lens: ArrayLike,
+    *,
+    sm_scale: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.decode_attention`; differentiable in q, k_cache, v_cache and sm_scale."""
+    q, k_cache, v_cache = (jnp.asarray(x, jnp.float32) for x in (q, k_cache, v_cache))
+    rows = q.shape[:-2]
+    if not rows:
+        k_cache, v_cache = k_cache[None], v_cache[None]
+    pages = jnp.arange(k_cache.shape[0], dtype=jnp.int32)
+    kv_lens = jnp.broadcast_to(jnp.asarray(kv_lens, jnp.int32), rows)
+    page_table = PageTable(pages, pages.reshape(rows), jnp.ones(rows, jnp.int32), kv_lens)
+    options = {"sm_scale": sm_scale, "kv_starts": kv_starts, "kv_layout": kv_layout, "return_lse": return_lse}
+    return paged_attention(q, k_cache, v_cache, page_table, **options)
+
+
+def merge_state(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.merge_state`; differentiable."""
+    outs = jnp.stack([jnp.asarray(out_a), jnp.asarray(out_b)])
+    return merge_states(outs, jnp.stack([jnp.asarray(lse_a), jnp.asarray(lse_b)]))
+
+
+def merge_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.merge_states`: a mean weighted by softmax(lses); differentiable."""
+    outs, lses = jnp.asarray(outs, jnp.float32), jnp.asarray(lses, jnp.float32)
+    empty = jnp.isinf(lses)
+    # Where all are empty, finite stand-ins keep the softmax and its gradient free of NaN.
+    all_empty = jnp.all(empty, axis=0)
+    logits = jnp.where(all_empty, 0.0, jnp.where(empty, -jnp.inf, lses))
+    weights = jnp.where(empty, 0.0, jax.nn.softmax(logits, axis=0))
+    out = jnp.sum(weights[..., None] * jnp.where(empty[..., None], 0.0, outs), axis=0)
+    return out, jnp.where(all_empty, -jnp.inf, jax.nn.logsumexp(logits, axis=0))
