@@ -1,0 +1,117 @@
+"""Compiles one group of `decode_calls.CALLS` to machine code for an H200, on a machine without a GPU.
+
+`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and for each
+kernel the registers, spilled bytes and shared memory that the compilers report. A process of its own, since a target
+that XLA dislikes aborts it.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import string
+import sys
+import tempfile
+import traceback
+
+# Read when jax starts: on another platform the plugin looks for a GPU, and Mosaic GPU reports on each kernel in files.
+dump = tempfile.TemporaryDirectory()
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump.name, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from decode_calls import CALLS, Call  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+import jax_paged_attn  # noqa: E402
+
+
+def h200():
+    """The sharding that makes jit compile for an H200."""
+    cuda = "13.0" if importlib.util.find_spec("jax_cuda13_plugin") else "12.9"
+    text = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h200",
+        target_config=string.Template(text).substitute(CUDA=cuda),
+        topology="1x1x1",
+    )
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def function_and_arguments(call: Call):
+    """The public function that `call` calls, its arguments as shapes, and its options."""
+    shape = jax.ShapeDtypeStruct
+    page_size = call.page_size or call.max_kv_len
+    pages_per_row = -(-call.max_kv_len // page_size)
+    num_pages = call.batch * pages_per_row
+    q = shape((call.batch, call.num_q_heads, call.head_dim), call.dtype)
+    cache = {
+        "HND": (num_pages, call.num_kv_heads, page_size, call.head_dim),
+        "NHD": (num_pages, page_size, call.num_kv_heads, call.head_dim),
+        "HPND": (call.num_kv_heads, num_pages, page_size, call.head_dim),
+    }[call.kv_layout]
+    k = v = shape(cache, call.dtype)
+    lens = shape((call.batch,), jnp.int32)
+    options = dict(call.options, kv_layout=call.kv_layout)
+    if call.page_size is None:
+        return jax_paged_attn.decode_attention, (q, k, v, lens), options
+    block_tables = shape((call.batch, pages_per_row), jnp.int32)
+    table = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
+    return jax_paged_attn.paged_attention, (q, k, v, table), options
+
+
+def kernels_in_dump(seen: set[pathlib.Path]):
+    """What the compilers reported of the kernels that are new since the last time."""
+    kernels = []
+    for report in sorted(set(pathlib.Path(dump.name).glob("*.ptxas")) - seen):
+        seen.add(report)
+        text = report.read_text()
+        [(stores, loads)] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        [registers] = re.findall(r"Used (\d+) registers", text)
+        # Mosaic takes all of a kernel's shared memory at launch, barriers included.
+        launch = report.with_name(report.stem + ".before_layout_inference.txt").read_text()
+        [smem_bytes] = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", launch)
+        kernels.append(
+            {
+                "name": report.stem,
+                "registers": int(registers),
+                "spilled": int(stores) + int(loads),
+                "smem_bytes": int(smem_bytes),
+            }
+        )
+    return kernels
+
+
+def compile_call(call: Call, sharding, seen):
+    function, arguments, options = function_and_arguments(call)
+    arrays = {"kv_starts": jax.ShapeDtypeStruct((call.batch,), jnp.int32)} if call.kv_starts else {}
+    record = jax_paged_attn.explain(function, *arguments, target="sm_90", **arrays, **options)
+
+    arguments, arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (arguments, arrays)
+    )
+    decode = functools.partial(function, implementation="mosaic_gpu", **options)
+    jax.jit(decode).trace(*arguments, **arrays).lower().compile()
+    return {
+        "implementation": record.implementation,
+        "estimate": record.smem_bytes,
+        "kernels": kernels_in_dump(seen),
+    }
+
+
+def main(group: str):
+    sharding = h200()
+    seen: set[pathlib.Path] = set()
+    for call in CALLS[group]:
+        try:
+            result = compile_call(call, sharding, seen)
+        except Exception:
+            result = {"error": traceback.format_exc(limit=-3)}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,33 @@
+"""Every decode kernel we would pick for these calls compiles for an H200, in registers and in shared memory."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from decode_calls import CALLS
+
+SMEM_LIMIT = 232448  # what one block can have on sm_90
+SLACK = 4096  # an estimate further above the truth than this makes tiles smaller for nothing
+
+
+@pytest.mark.parametrize("group", CALLS)
+def test_compiles_without_spills_and_within_the_estimate(group):
+    worker = pathlib.Path(__file__).with_name("compile_decode.py")
+    done = subprocess.run([sys.executable, worker, group], capture_output=True, text=True)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for call, result in zip(CALLS[group], results, strict=False):
+        print(call, json.dumps(result, indent=1))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(results) == len(CALLS[group])
+
+    for call, result in zip(CALLS[group], results, strict=True):
+        assert "error" not in result, f"{call}\n{result['error']}"
+        assert result["implementation"] == "mosaic_gpu", call
+        assert result["kernels"], call
+        for kernel in result["kernels"]:
+            assert kernel["spilled"] == 0, (call, kernel)
+        used = max(kernel["smem_bytes"] for kernel in result["kernels"])
+        assert used <= result["estimate"] <= SMEM_LIMIT, call
+        assert result["estimate"] - used <= SLACK, (call, used)
