@@ -1,4 +1,4 @@
-"""Settings for every test. They leave JAX's choice of platform alone: the suite runs on a GPU as it does on the CPU."""
+"""Settings for every test. They leave JAX's choice of platform alone: the suite runs on a GPU as well."""
 
 import hypothesis
 import jax
@@ -22,9 +22,9 @@ hypothesis.settings.load_profile("repeatable")
 def gpu_interpreter(monkeypatch):
     """Fails a test in which the interpreter of GPU kernels saw a data race, and cleans up after it.
 
-    jax 0.11 only prints a race. Its public `get_races` knows the last kernel alone, while a call of ours can run
-    several, so this keeps the state of each. The interpreter also keeps its state when a kernel raises, and would
-    fail in the next test. Both need private names; should they go, every test says so.
+    jax 0.11 only prints a race, and its `get_races` knows the last kernel alone, while a call of ours can run
+    several: so this keeps the state of each. The interpreter also keeps its state when a kernel raises, and
+    would fail in the next test. Both need private names; should they go, every test says so.
     """
     states = []
     make_state = gpu_callbacks.GPURaceDetectionState
@@ -36,4 +36,4 @@ def gpu_interpreter(monkeypatch):
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", recorded)
     yield states
     gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert not any(state.races_found for state in states), "a data race in an interpreted kernel (see its output)"
+    assert not any(state.races_found for state in states), "a data race in an interpreted kernel"

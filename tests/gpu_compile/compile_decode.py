@@ -1,7 +1,7 @@
 """Compiles one group of `decode_calls.CALLS` to machine code for an H200, on a machine without a GPU.
 
-`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and for each
-kernel the registers, spilled bytes and shared memory that the compilers report. A process of its own, since a target
+`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and for each kernel the
+registers, spilled bytes and shared memory that the compilers report. A process of its own, since a target
 that XLA dislikes aborts it.
 """
 
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 
-# Read when jax starts: on another platform the plugin looks for a GPU, and Mosaic GPU reports on each kernel in files.
+# Read when jax starts: the plugin must not look for a GPU, and Mosaic GPU has to report on each kernel.
 dump = tempfile.TemporaryDirectory()
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump.name, "MOSAIC_GPU_DUMP_PTXAS": "1"}
 

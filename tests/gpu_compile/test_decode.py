@@ -1,4 +1,4 @@
-"""Every decode kernel we would pick for these calls compiles for an H200, in registers and in shared memory."""
+"""Every decode kernel we would pick compiles for an H200, in registers and within its estimate."""
 
 import json
 import pathlib
