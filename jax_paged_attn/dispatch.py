@@ -20,8 +20,8 @@ from jax_paged_attn.validation import Problem
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# (multiprocessors, shared memory a block may use) of each compute capability's data-centre part where there is
-# one. The real count is read from the device when it is at hand.
+# (multiprocessors, bytes of shared memory a block may use) of each compute capability's data-centre part,
+# where there is one. The real count is read from the device when it is at hand.
 _CUDA_PARTS = {
     (8, 0): (108, 166_912),
     (8, 6): (84, 101_376),
@@ -57,14 +57,14 @@ class Target:
 
     @classmethod
     def cuda(cls, compute_capability: tuple[int, int], core_count: int | None = None) -> "Target":
-        """A CUDA device; of a capability that isn't in the table the newest older one's limits are assumed."""
+        """Describe a CUDA device; a capability not in the table gets the limits of the next older one."""
         known = [part for part in _CUDA_PARTS if part <= compute_capability]
         cores, smem_bytes = _CUDA_PARTS[max(known)] if known else (16, 49_152)
         return cls("cuda", compute_capability, core_count or cores, smem_bytes)
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        """The target called ``name``: a platform, or a CUDA architecture such as "sm_90"."""
+        """Look up a target by name: a platform, or a CUDA architecture such as "sm_90"."""
         if name == "cuda":
             return cls.cuda(_DEFAULT_CUDA)
         if name in _PLATFORMS:
@@ -78,7 +78,7 @@ class Target:
 
     @classmethod
     def current(cls) -> "Target":
-        """The device that JAX runs on by default."""
+        """Describe the device that JAX runs on by default."""
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(device, str):
             device = jax.devices(device)[0]
@@ -118,11 +118,11 @@ class Implementation:
     interpreted_on: tuple[str, ...] = ()
 
     def load(self) -> ModuleType:
-        """The implementation's module."""
+        """Import the implementation's module."""
         return importlib.import_module(self.module)
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
-        """Why it can't run this problem on this target; None if it can."""
+        """Say why it can't run this problem on this target; None if it can."""
         if self.platforms is not None and target.platform not in self.platforms:
             return f"runs on {', '.join(self.platforms)}, not on {target.platform}"
         try:
@@ -222,7 +222,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwa
     Raises
     ------
     ValueError, NotImplementedError
-        As the call itself would; or ValueError if `target` is unknown or `fn` calls no function of this package.
+        As the call itself would; ValueError also if `target` is unknown or `fn` calls no function of this
+        package.
 
     Examples
     --------
@@ -331,7 +332,7 @@ def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
 def _choices_by_platform(
     problem: Problem, implementation: str | None, config: Any, host: Target
 ) -> tuple[tuple[str, _Choice], ...]:
-    """What to run on each platform that the call may be lowered for, "default" being any other."""
+    """Choose for each platform that the call may be lowered for, "default" being any other."""
     cuda = host if host.platform == "cuda" else Target.parse("cuda")
     if implementation is None:
         other = Target("cpu") if host.platform == "cuda" else host
@@ -355,7 +356,7 @@ def _choices_by_platform(
 def _select(
     problem: Problem, target: Target, implementation: str | None, config: Any, strict: bool = True
 ) -> tuple[_Choice, tuple[tuple[str, str], ...]]:
-    """The implementation asked for or the first that can run, and why each other was passed over.
+    """Select the implementation asked for, or the first that can run; say why each other was passed over.
 
     A config of another type than the implementation's is an error where `strict`, else its default is taken.
     """

@@ -107,7 +107,8 @@ class PageTable:
         page_size : int
             Tokens a page.
         validate_values : bool
-            Also check the values: ValueError for concrete arrays, `jax.experimental.checkify` for traced ones.
+            Also check the values: ValueError for concrete arrays, `jax.experimental.checkify` checks for
+            traced ones.
 
         Returns
         -------
@@ -149,11 +150,11 @@ class PageTable:
         )
 
     def as_batched(self) -> "PageTable":
-        """An unbatched table as a batch of one row."""
+        """Turn an unbatched table into a batch of one row."""
         return PageTable(self.indices, self.row_starts[None], self.row_pages[None], self.kv_lens[None])
 
     def clipped_lens(self, page_size: int) -> jax.Array:
-        """Lengths clipped to ``[0, row_pages * page_size]``, int32[batch]."""
+        """Clip the lengths to ``[0, row_pages * page_size]``; int32[batch]."""
         pages = jnp.clip(self.row_pages, 0, self.indices.shape[0])
         lens = jnp.maximum(self.kv_lens, 0)
         # The product is taken only where it is below lens: elsewhere it could overflow int32.

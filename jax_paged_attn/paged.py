@@ -125,7 +125,7 @@ def attend(
     cache_names: tuple[str, str] = ("k_pages", "v_pages"),
     lens_name: str = "page_table.kv_lens",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What `paged_attention` and `decode_attention` share, in batched or unbatched form."""
+    """Do what `paged_attention` and `decode_attention` share, in batched or unbatched form."""
     validation.check_bool("validate_values", validate_values)
     if kv_starts is not None:
         kv_starts = validation.as_int32("kv_starts", kv_starts)

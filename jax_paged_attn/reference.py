@@ -1,7 +1,7 @@
 """Float32 oracles in plain jnp: slow, obvious, differentiable.
 
-Each function takes the arguments of the public function of its name, computes in float32 at the highest matmul
-precision whatever the dtype of its inputs, and returns float32. A row is gathered whole.
+Each function takes the arguments of the public function of its name, computes in float32 at the highest
+precision of matrix products whatever the dtype of its inputs, and returns float32. A row is gathered whole.
 """
 
 import jax
@@ -22,45 +22,48 @@ def paged_attention(
     kv_layout: str = "HND",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.paged_attention`, one row at a time; differentiable in q, k_pages, v_pages, sm_scale."""
-    q, k_pages, v_pages = (jnp.asarray(x, jnp.float32) for x in (q, k_pages, v_pages))
+    """Float32 `jax_paged_attn.paged_attention`; differentiable in q, k_pages, v_pages and sm_scale."""
     # To [num_pages, page_size, num_kv_heads, head_dim].
     order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
-    k_pages, v_pages = k_pages.transpose(order), v_pages.transpose(order)
-    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
-    indices, row_starts, kv_lens = (
-        page_table.indices,
-        page_table.row_starts,
-        page_table.clipped_lens(page_size),
-    )
+    k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
+    q, (num_pages, page_size, _, head_dim) = jnp.asarray(q), k_pages.shape
+    sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
+    indices, kv_lens = page_table.indices, page_table.clipped_lens(page_size)
+    kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)
     positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
-    scale = jnp.float32(head_dim**-0.5) if sm_scale is None else jnp.asarray(sm_scale, jnp.float32)
 
-    def attend_row(row):
+    def attend(row):
         q, row_start, kv_len, kv_start = row
-        valid = (positions >= kv_start) & (positions < kv_len)
         entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
         pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
-        # Masked keys and values are replaced before use: NaN in them would reach outputs or gradients.
-        k, v = (jnp.where(valid[:, None, None], x[pages, slots], 0) for x in (k_pages, v_pages))
-        q = q.reshape(num_kv_heads, -1, head_dim)
-        scores = scale * jnp.einsum("hgd,thd->hgt", q, k, precision="highest")
-        scores = jnp.where(valid, scores, -jnp.inf)
-        peak = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak)))
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        safe_total = jnp.where(total == 0, 1, total)
-        out = jnp.einsum("hgt,thd->hgd", weights / safe_total, v, precision="highest")
-        lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe_total))
-        return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+        valid = (positions >= kv_start) & (positions < kv_len)
+        return _attend_row(q, k_pages[pages, slots], v_pages[pages, slots], valid, sm_scale)
 
-    kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)
     if num_pages == 0 or positions.size == 0:
         out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
     else:
-        rows = (q, row_starts, kv_lens, kv_starts)
-        out = attend_row(rows) if q.ndim == 2 else jax.lax.map(attend_row, rows)
+        rows = (q, page_table.row_starts, kv_lens, kv_starts)
+        out = attend(rows) if q.ndim == 2 else jax.lax.map(attend, rows)
     return out if return_lse else out[0]
+
+
+def _attend_row(
+    q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, sm_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attend by q [num_q_heads, head_dim] to k, v [kv_len, num_kv_heads, head_dim] where valid [kv_len]."""
+    # Masked keys and values are replaced before use: NaN in them would reach outputs or gradients.
+    k, v = (jnp.where(valid[:, None, None], x.astype(jnp.float32), 0.0) for x in (k, v))
+    q = q.astype(jnp.float32).reshape(k.shape[1], -1, k.shape[2])
+    scores = sm_scale * jnp.einsum("hgd,thd->hgt", q, k, precision="highest")
+    scores = jnp.where(valid, scores, -jnp.inf)
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    empty, total = total == 0.0, jnp.where(total == 0.0, 1.0, total)
+    out = jnp.einsum("hgt,thd->hgd", weights / total, v, precision="highest")
+    lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
 
 
 def decode_attention(
@@ -75,7 +78,7 @@ def decode_attention(
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Float32 `jax_paged_attn.decode_attention`; differentiable in q, k_cache, v_cache and sm_scale."""
-    q, k_cache, v_cache = (jnp.asarray(x, jnp.float32) for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
     rows = q.shape[:-2]
     if not rows:
         k_cache, v_cache = k_cache[None], v_cache[None]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_positive_int(name: str, value: Any) -> None:
     """Check for a Python or numpy integer of at least 1."""
-    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
     check(ok, name, "an int of at least 1", repr(value))
 
 
@@ -110,6 +111,8 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 def as_int32(name: str, value: Any) -> jax.Array:
     """Convert an integer array-like to int32; values outside its range are saturated, not wrapped."""
+    if isinstance(value, jax.Array) and value.dtype == np.int32:
+        return value
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except ValueError as error:
@@ -125,7 +128,7 @@ def as_int32(name: str, value: Any) -> jax.Array:
 
 
 def as_sm_scale(sm_scale: Any, head_dim: int) -> float | jax.Array:
-    """The softmax scale: a Python float where it is static, else a float32 scalar."""
+    """Check the softmax scale and return a Python float where it is static, else a float32 scalar."""
     if sm_scale is None:
         return head_dim**-0.5
     expected = "a real scalar or None"
@@ -283,21 +286,21 @@ def check_values(
     expected = f"used page ids in [0, {num_pages - 1}]"
     _check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
     if kv_starts is not None:
-        _, (kv_starts, kv_lens) = _value_module(kv_starts, page_table.kv_lens)
-        inside = (kv_starts >= 0) & (kv_starts <= kv_lens)
-        _check_values(inside, "kv_starts", f"values in [0, {lens_name}]", kv_starts)
+        _, (starts, lens) = _value_module(kv_starts, page_table.kv_lens)
+        inside = (starts >= 0) & (starts <= lens)
+        _check_values(inside, "kv_starts", f"values in [0, {lens_name}]", starts)
 
 
 def _value_module(*arrays: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-    """numpy and host copies if all arrays are concrete, else jax.numpy and the arrays themselves."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    """Return numpy and host copies if all arrays are concrete, else jax.numpy and the arrays themselves."""
+    if any(isinstance(array, Tracer) for array in arrays):
         return jnp, arrays
     return np, tuple(np.asarray(array) for array in arrays)
 
 
 def _check_values(ok: Any, name: str, expected: str, got: Any) -> None:
-    """Raise ValueError where `ok` is concrete and false somewhere; add a checkify check where it is traced."""
-    if isinstance(ok, jax.core.Tracer):
+    """Raise ValueError if `ok` is concrete and false somewhere; add a checkify check if it is traced."""
+    if isinstance(ok, Tracer):
         checkify.check(jnp.all(ok), f"{name}: expected {expected}, got {{got}}", got=got)
     else:
         check(bool(np.all(ok)), name, expected, str(got))

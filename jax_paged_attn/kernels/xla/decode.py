@@ -59,7 +59,7 @@ def decode(
     """Decode attention; see `jax_paged_attn.kernels` for the contract."""
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
     num_splits, block_kv = problem.num_splits or 1, config.block_kv
-    # Einsum letters: b row, s split, h kv head, g query head of the group, t key of the tile, d and e head dims.
+    # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
     tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
     precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
 
@@ -113,8 +113,8 @@ def _load_tile(
 ) -> tuple[jax.Array, jax.Array]:
     """Gather the keys and values at positions [batch, num_splits, block_kv] of each row.
 
-    Returns [batch, num_splits, block_kv, num_kv_heads, head_dim], or with the heads first for "HPND": the order
-    in which a gather yields them, without moving the pool.
+    Returns [batch, num_splits, block_kv, num_kv_heads, head_dim], or with the heads first for "HPND": the
+    order in which a gather yields them, without moving the pool.
     """
     entries = page_table.row_starts[:, None, None] + positions // problem.page_size
     entries = jnp.clip(entries, 0, problem.num_entries - 1)
