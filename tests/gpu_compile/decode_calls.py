@@ -31,7 +31,7 @@ MODELS = {
     "StarCoder 15B": (48, 1, 128),
 }
 
-CALLS = {
+CALLS: dict[str, tuple[Call, ...]] = {
     model: (
         Call(*heads, page_size=16),
         Call(*heads, page_size=64, kv_layout="NHD"),
