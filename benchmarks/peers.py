@@ -1,0 +1,68 @@
+"""Other implementations that JAX can call, timed beside ours in the same run when they are installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import jax
+
+from benchmarks.workloads import Cache, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A decode function of someone else's.
+
+    Attributes
+    ----------
+    name : str
+        Name and version, as results show it.
+    why_not : callable
+        From a `Workload`, the reason it cannot run that, or None.
+    variants : callable
+        From a `Workload`, the settings worth trying, as (label, function of a `Cache` giving its output).
+        The best of them counts, so that a peer is never judged by a poor setting.
+    """
+
+    name: str
+    why_not: Callable[[Workload], str | None]
+    variants: Callable[[Workload], Iterator[tuple[str, Callable[[Cache], jax.Array]]]]
+
+
+def flash_attention_3() -> Peer | None:
+    """FlashAttention-3 through JAX (package ``flash-attn3-jax``), or None where it is not installed.
+
+    It reads NHD pages only, and takes a split count that the caller must choose.
+    """
+    if importlib.util.find_spec("flash_attn3_jax") is None:
+        return None
+    from flash_attn3_jax import flash_mha_with_kvcache  # pyright: ignore[reportMissingImports]
+
+    def why_not(workload: Workload) -> str | None:
+        if (workload.head_dim, workload.v_head_dim) != (128, 128):
+            return "its wheels are built for head_dim 128 only"
+        if workload.dtype not in ("bfloat16", "float16"):
+            return f"no {workload.dtype}"
+        return None
+
+    def variants(workload: Workload) -> Iterator[tuple[str, Callable[[Cache], jax.Array]]]:
+        for num_splits in (1, 2, 4, 8, 16, 32):
+
+            def attend(cache: Cache, num_splits: int = num_splits) -> jax.Array:
+                out = flash_mha_with_kvcache(
+                    cache.q[:, None],
+                    cache.k_pages,
+                    cache.v_pages,
+                    cache_seqlens=cache.kv_lens,
+                    page_table=cache.block_tables,
+                    softmax_scale=workload.head_dim**-0.5,
+                    num_splits=num_splits,
+                )
+                return out[:, 0]
+
+            yield f"{num_splits} splits", attend
+
+    return Peer(f"fa3-jax-{importlib.metadata.version('flash-attn3-jax')}", why_not, variants)

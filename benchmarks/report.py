@@ -1,0 +1,271 @@
+"""Where results go: Markdown tables, and the rows of ``results/<gpu>.csv``, which all benchmarks share."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.checked import Failed, Measured
+from benchmarks.timing import Timing
+
+COLUMNS = (
+    "workload",
+    "layout",
+    "dtype",
+    "implementation",
+    "ms",
+    "spread",
+    "bytes",
+    "tbps",
+    "share",
+    "peer",
+    "peer_ms",
+    "commit",
+    "jax",
+)
+KEY = COLUMNS[:4]
+
+type Row = dict[str, str]
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row[column] for column in KEY)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a results file; none if it does not exist.
+
+    Raises
+    ------
+    ValueError
+        If its columns are not `COLUMNS`.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path}: expected the columns {COLUMNS}, got {reader.fieldnames}")
+        return list(reader)
+
+
+def merge_rows(
+    old: Iterable[Row], new: Iterable[Row], withdrawn: Iterable[tuple[str, ...]] = ()
+) -> list[Row]:
+    """Replace rows by their key, keep all others, and sort.
+
+    Parameters
+    ----------
+    old, new : iterable of dict
+        Rows with `COLUMNS`; a new row replaces the old one of the same workload, layout, dtype and
+        implementation.
+    withdrawn : iterable of tuple of str
+        Keys whose old row no longer holds, because this run's result was wrong.
+
+    Returns
+    -------
+    list of dict
+
+    Examples
+    --------
+    >>> row = dict.fromkeys(COLUMNS, "") | {"workload": "A", "ms": "2"}
+    >>> [r["ms"] for r in merge_rows([row], [row | {"ms": "1"}, row | {"workload": "B", "ms": "3"}])]
+    ['1', '3']
+    """
+    rows = {_key(row): row for row in old}
+    for key in withdrawn:
+        rows.pop(key, None)
+    rows |= {_key(row): row for row in new}
+    return [rows[key] for key in sorted(rows)]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write a results file, replacing it whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows([row[column] for column in COLUMNS] for row in rows)
+    partial.replace(path)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out a Markdown table, padded to read well as plain text.
+
+    Examples
+    --------
+    >>> print(markdown_table(["name", "ms"], [["A", "0.25"]]))
+    | name | ms   |
+    | ---- | ---- |
+    | A    | 0.25 |
+    """
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line of a results table: a workload by one implementation, with a peer beside it.
+
+    Attributes
+    ----------
+    workload, layout, dtype, implementation : str
+        What ran; together the key of its csv row.
+    num_bytes : int
+        The fewest bytes the call must move.
+    ours, peer : Measured or Failed
+        What came of it.
+    """
+
+    workload: str
+    layout: str
+    dtype: str
+    implementation: str
+    num_bytes: int
+    ours: Measured | Failed
+    peer: Measured | Failed
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.workload, self.layout, self.dtype, self.implementation
+
+    @property
+    def timing(self) -> Timing | None:
+        """Our time, if there is one."""
+        return _timing(self.ours)
+
+    @property
+    def peer_timing(self) -> Timing | None:
+        """The peer's time, if there is one."""
+        return _timing(self.peer)
+
+
+def _timing(outcome: Measured | Failed) -> Timing | None:
+    return outcome.timing if isinstance(outcome, Measured) else None
+
+
+def csv_row(result: Result, read_tbps: float, peer_name: str, commit: str) -> Row | None:
+    """Make the csv row of a result, or None without a time.
+
+    Parameters
+    ----------
+    result : Result
+        What was measured.
+    read_tbps : float
+        The read bandwidth of the same run.
+    peer_name, commit : str
+        Named in the row.
+
+    Returns
+    -------
+    dict or None
+    """
+    if result.timing is None:
+        return None
+    rate = result.num_bytes / result.timing.ms / 1e9
+    values = {
+        "ms": f"{result.timing.ms:.5f}",
+        "spread": f"{result.timing.spread:.4f}",
+        "bytes": str(result.num_bytes),
+        "tbps": f"{rate:.3f}",
+        "share": f"{rate / read_tbps:.3f}",
+        "peer": peer_name if result.peer_timing else "",
+        "peer_ms": f"{result.peer_timing.ms:.5f}" if result.peer_timing else "",
+        "commit": commit,
+        "jax": jax.__version__,
+    }
+    return dict(zip(KEY, result.key, strict=True)) | values
+
+
+def results_table(results: Iterable[Result], read_tbps: float | None, peer_name: str) -> str:
+    """Lay out results as Markdown; what has no time says why in its place."""
+    header = ["workload", "layout", "implementation", "ms", "spread", "GB", "TB/s", "share of R", "kernels"]
+    header += ["workspace MB", f"{peer_name} ms", "its setting", "ours / peer"]
+    rows = []
+    for result in results:
+        gigabytes = f"{result.num_bytes / 1e9:.4g}"
+        if result.timing is None or read_tbps is None:
+            ours = [_without_time(result.ours), "", gigabytes, "", "", ""]
+        else:
+            time, rate = result.timing, result.num_bytes / result.timing.ms / 1e9
+            ours = [
+                f"{time.ms:.4f}",
+                f"{time.spread:.1%}",
+                gigabytes,
+                f"{rate:.2f}",
+                f"{rate / read_tbps:.1%}",
+            ]
+            ours.append(str(len(time.kernels)))
+        ours.append(f"{result.ours.workspace_bytes / 1e6:.1f}" if isinstance(result.ours, Measured) else "")
+        theirs, ratio = _without_time(result.peer), ""
+        if result.peer_timing is not None:
+            theirs = f"{result.peer_timing.ms:.4f}"
+            ratio = f"{result.timing.ms / result.peer_timing.ms:.3f}" if result.timing else ""
+        setting = result.peer.label if isinstance(result.peer, Measured) else ""
+        rows.append([result.workload, result.layout, result.implementation, *ours, theirs, setting, ratio])
+    return markdown_table(header, rows)
+
+
+def _without_time(outcome: Measured | Failed) -> str:
+    return outcome.reason if isinstance(outcome, Failed) else "not measured"
+
+
+def gpu_slug(device_kind: str) -> str:
+    """Shorten the GPU's name to what results files carry.
+
+    Examples
+    --------
+    >>> gpu_slug("NVIDIA H200"), gpu_slug("NVIDIA H100 80GB HBM3")
+    ('h200', 'h100-80gb-hbm3')
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower().removeprefix("nvidia ")).strip("-")
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str:
+    """Name the commit under test, with "-dirty" where the tree differs from it.
+
+    On a machine that holds a copy of the tree without git, the variable GPU_CHECK_COMMIT names it, "-dirty"
+    included. Changed results alone don't count: a run writes them.
+    """
+    if from_caller := os.environ.get("GPU_CHECK_COMMIT"):
+        return from_caller
+    head = _output_of("git", "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return "unknown"
+    changes = _output_of("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return head if changes == "" else f"{head}-dirty"
+
+
+def versions() -> dict[str, str]:
+    """List the versions of what decides a measurement, for the head of a results table."""
+    found = {"jax": jax.__version__}
+    for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flash-attn3-jax"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["driver"] = (
+        _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    )
+    return found

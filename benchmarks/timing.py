@@ -1,0 +1,158 @@
+"""Times of GPU kernels by CUPTI, and the read bandwidth by the same timer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What the kernels of one call took.
+
+    Attributes
+    ----------
+    ms : float
+        Median over the calls of the summed durations of a call's kernels, in milliseconds.
+    spread : float
+        The 90th less the 10th percentile of that sum, as a share of the median.
+    kernels : tuple of str
+        Names of the kernels that one call launches, in order.
+    """
+
+    ms: float
+    spread: float
+    kernels: tuple[str, ...]
+
+
+def summarize(records: Sequence[tuple[str, float]], num_calls: int) -> Timing:
+    """Fold the kernel records of `num_calls` equal calls into one `Timing`.
+
+    Parameters
+    ----------
+    records : sequence of (str, float)
+        Name and milliseconds of every kernel, in the order of launch.
+    num_calls : int
+        Calls that launched them.
+
+    Raises
+    ------
+    RuntimeError
+        If the records don't divide into calls that launch the same kernels.
+
+    Examples
+    --------
+    >>> summarize([("decode", 2.0), ("merge", 0.5)] * 3, num_calls=3)
+    Timing(ms=2.5, spread=0.0, kernels=('decode', 'merge'))
+    """
+    if not records or len(records) % num_calls:
+        raise RuntimeError(f"{len(records)} kernel records do not divide into {num_calls} equal calls")
+    per_call = len(records) // num_calls
+    calls = [records[i : i + per_call] for i in range(0, len(records), per_call)]
+    kernels = tuple(name for name, _ in calls[0])
+    if any(tuple(name for name, _ in call) != kernels for call in calls):
+        raise RuntimeError("the calls launched different kernels")
+    sums = np.array([sum(ms for _, ms in call) for call in calls])
+    low, median, high = np.percentile(sums, [10, 50, 90])
+    return Timing(float(median), float((high - low) / median), kernels)
+
+
+def cupti(
+    fn: Callable[..., Any], args: Sequence[tuple], *, iterations: int = 50, warmup_s: float = 0.05
+) -> tuple[list[Any], Timing]:
+    """Run `fn` over `args` in turn and time every kernel it launches.
+
+    `jax.experimental.mosaic.gpu.profiler.measure` gives all calls the same arguments; rotating over several
+    caches needs the two calls beneath it.
+
+    Parameters
+    ----------
+    fn : callable
+        A compiled or jitted function.
+    args : sequence of tuple
+        One tuple of arguments a call; the calls take them in turn.
+    iterations : int
+        Rounds over `args`.
+    warmup_s : float
+        Untimed calls go on at least this long, for the clocks to rise.
+
+    Returns
+    -------
+    outputs : list
+        The results of the last timed round, one for each tuple of `args`.
+    timing : Timing
+
+    Raises
+    ------
+    RuntimeError
+        Without a CUDA plugin, or if the calls launch different kernels.
+    """
+    library = profiler.mosaic_gpu_lib  # pyright: ignore[reportPrivateImportUsage]
+    if library is None:
+        raise RuntimeError("CUPTI needs jax's CUDA plugin: install jax[cuda12] or jax[cuda13]")
+    ext = library._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
+    end = time.perf_counter() + warmup_s
+    while time.perf_counter() < end:
+        jax.block_until_ready([fn(*a) for a in args])
+    records = []
+    ext._cupti_init()
+    try:
+        outputs = [[fn(*a) for a in args] for _ in range(iterations)]
+        jax.block_until_ready(outputs)
+    finally:
+        # False: CUPTI stays attached to the process, so that it can be started again.
+        records = ext._cupti_get_timings(False)
+    return outputs[-1], summarize(records, iterations * len(args))
+
+
+def untimed(fn: Callable[..., Any], args: Sequence[tuple], *, iterations: int = 1) -> tuple[list[Any], None]:
+    """Stand in for `cupti` in a dry run: call `fn` once for each tuple of `args` and report no time."""
+    del iterations
+    return jax.block_until_ready([fn(*a) for a in args]), None
+
+
+_REDUCTIONS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
+    "sum of float32": ("float32", lambda x: jnp.sum(x)),
+    "row maxima of float32": ("float32", lambda x: jnp.max(x, axis=1)),
+    "sum of bfloat16": ("bfloat16", lambda x: jnp.sum(x, dtype=jnp.float32)),
+    "row maxima of bfloat16": ("bfloat16", lambda x: jnp.max(x, axis=1)),
+}
+
+
+def read_bandwidths(measure: Callable[..., Any], *, num_bytes: int = 4 << 30) -> dict[str, float | None]:
+    """Read one large array by each of a few reductions.
+
+    The fastest of them is R, the ceiling that a read-only kernel is held against: it is measured in the same
+    process and by the same timer as the kernels.
+
+    Parameters
+    ----------
+    measure : callable
+        `cupti`, or `untimed` for a dry run.
+    num_bytes : int
+        Size of the array, far above the L2 so that every read is cold.
+
+    Returns
+    -------
+    dict of str to float or None
+        TB/s (10**12 bytes a second) of each reduction; None where nothing was timed.
+    """
+    bandwidths: dict[str, float | None] = {}
+    for dtype in ("float32", "bfloat16"):
+        columns = 8192
+        shape = (num_bytes // (columns * jnp.dtype(dtype).itemsize), columns)
+        x = jax.jit(lambda s=shape, d=dtype: jax.random.normal(jax.random.key(0, impl="rbg"), s, d))()
+        for name, (reduction_dtype, reduction) in _REDUCTIONS.items():
+            if reduction_dtype == dtype:
+                _, timing = measure(jax.jit(reduction), [(x,)], iterations=20)
+                bandwidths[name] = None if timing is None else num_bytes / timing.ms / 1e9
+        # Freed before the next array is made: two of them and their temporaries are a third of the memory.
+        x.delete()
+    return bandwidths

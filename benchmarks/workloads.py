@@ -1,0 +1,175 @@
+"""The decode workloads, named by letter, and their inputs.
+
+A workload is data only: lengths, heads, page size. Every benchmark and every peer reads it from here, so a
+letter means the same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One decode step: a query token a row over a paged cache.
+
+    Attributes
+    ----------
+    name : str
+        The letter that tables and ``results/*.csv`` use.
+    kv_lens : tuple of int
+        Valid tokens of each row.
+    num_q_heads, num_kv_heads : int
+        Heads of the query and of the cache.
+    page_size : int
+        Tokens in a page.
+    head_dim, v_head_dim : int
+        Columns of K (and q), and of V.
+    dtype : str
+        Dtype of q and of the cache.
+    num_caches : int
+        How many caches of this shape the timed calls take in turn. One cache far above the L2's size is cold
+        at every call; a small one is cold only if the caches together are far above it.
+    """
+
+    name: str
+    kv_lens: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    page_size: int = 16
+    head_dim: int = 128
+    v_head_dim: int = 128
+    dtype: str = "bfloat16"
+    num_caches: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return len(self.kv_lens)
+
+    @property
+    def pages_per_row(self) -> tuple[int, ...]:
+        """Pages that each row owns."""
+        return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
+
+    @property
+    def num_bytes(self) -> int:
+        """The fewest bytes a call must read: each valid K and V element once.
+
+        Examples
+        --------
+        >>> Workload("tiny", kv_lens=(3, 5), num_q_heads=4, num_kv_heads=2).num_bytes
+        8192
+        """
+        row_bytes = self.num_kv_heads * (self.head_dim + self.v_head_dim) * jnp.dtype(self.dtype).itemsize
+        return sum(self.kv_lens) * row_bytes
+
+    def shrunk(self) -> Workload:
+        """Keep the heads and pages, at a size that a CPU can run: at most 3 rows of at most 70 tokens."""
+        return dataclasses.replace(self, kv_lens=tuple(n % 71 for n in self.kv_lens[:3]))
+
+    def describe(self) -> str:
+        """One readable line, for the results table."""
+        lens = self.kv_lens
+        lengths = f"{lens[0]}" if len(set(lens)) == 1 else f"{min(lens)} to {max(lens)}"
+        rotating = f", rotating over {self.num_caches} caches" if self.num_caches > 1 else ""
+        return (
+            f"batch {self.batch}, heads {self.num_q_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, "
+            f"kv length {lengths}, page {self.page_size}{rotating}"
+        )
+
+
+class Cache(NamedTuple):
+    """Inputs of one call, pages in the NHD layout."""
+
+    q: jax.Array  # [batch, num_q_heads, head_dim]
+    k_pages: jax.Array  # [num_pages, page_size, num_kv_heads, head_dim]
+    v_pages: jax.Array  # [num_pages, page_size, num_kv_heads, v_head_dim]
+    block_tables: jax.Array  # int32[batch, max_pages_per_row]
+    kv_lens: jax.Array  # int32[batch]
+
+
+def _skewed_lengths() -> tuple[int, ...]:
+    lengths = np.exp(np.random.default_rng(0).normal(7.6, 1.1, 128))
+    return tuple(int(n) for n in np.clip(lengths, 16, 32768))
+
+
+def _short_lengths() -> tuple[int, ...]:
+    return tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 300))
+
+
+WORKLOADS = (
+    Workload("A", kv_lens=(4096,) * 64, num_q_heads=32, num_kv_heads=8),
+    Workload("A2", kv_lens=(2048,) * 128, num_q_heads=64, num_kv_heads=8),
+    Workload("B", kv_lens=(131072,), num_q_heads=32, num_kv_heads=8),
+    Workload("C", kv_lens=_skewed_lengths(), num_q_heads=32, num_kv_heads=8),
+    # 34 MB: it fits in the L2, so "D" is a warm time on purpose and "D-rotating" the cold one.
+    Workload("D", kv_lens=(1024,) * 8, num_q_heads=32, num_kv_heads=8),
+    Workload("D-rotating", kv_lens=(1024,) * 8, num_q_heads=32, num_kv_heads=8, num_caches=4),
+    Workload("E", kv_lens=(4096,) * 64, num_q_heads=28, num_kv_heads=4, page_size=64),
+    Workload("F", kv_lens=(131072,) + (128,) * 63, num_q_heads=32, num_kv_heads=8),
+    # 129 MB a cache: twice the L2 is too little to be sure that no page is left over from the last call.
+    Workload("S", kv_lens=_short_lengths(), num_q_heads=32, num_kv_heads=8, num_caches=4),
+)
+
+
+def make_cache(workload: Workload, seed: int) -> Cache:
+    """Make random normal q, K and V, with the rows' pages in random order in the pool.
+
+    Parameters
+    ----------
+    workload : Workload
+        The shapes.
+    seed : int
+        Another seed gives other values and another page order.
+
+    Returns
+    -------
+    Cache
+        On the default device.
+
+    Examples
+    --------
+    >>> tiny = Workload("tiny", kv_lens=(3, 20), num_q_heads=4, num_kv_heads=2)
+    >>> cache = make_cache(tiny, seed=0)
+    >>> cache.k_pages.shape, cache.block_tables.shape
+    ((3, 16, 2, 128), (2, 2))
+    """
+    pages = np.array(workload.pages_per_row)
+    num_pages = max(int(pages.sum()), 1)
+    order = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+    block_tables = np.zeros((workload.batch, max(int(pages.max()), 1)), np.int32)
+    # Row-major over the used entries: row b's pages are the next pages[b] of the shuffled pool.
+    used = np.arange(block_tables.shape[1]) < pages[:, None]
+    block_tables[used] = order[: int(pages.sum())]
+
+    q, k_pages, v_pages = _normal(workload, jax.random.key(seed, impl="rbg"))
+    return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), jnp.asarray(workload.kv_lens, jnp.int32))
+
+
+# The key is of XLA's own generator ("rbg"): threefry would need several times the cache in temporary memory.
+@functools.partial(jax.jit, static_argnums=0)
+def _normal(workload: Workload, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    pool = (max(sum(workload.pages_per_row), 1), workload.page_size, workload.num_kv_heads)
+    shapes = (
+        (workload.batch, workload.num_q_heads, workload.head_dim),
+        (*pool, workload.head_dim),
+        (*pool, workload.v_head_dim),
+    )
+    q_key, k_key, v_key = jax.random.split(key, 3)
+    q, k, v = (
+        jax.random.normal(each, shape, workload.dtype)
+        for each, shape in zip((q_key, k_key, v_key), shapes, strict=True)
+    )
+    return q, k, v
+
+
+def to_layout(pages: jax.Array, kv_layout: str) -> jax.Array:
+    """NHD pages as a new contiguous array of `kv_layout` ("HND" or "NHD")."""
+    return pages if kv_layout == "NHD" else jnp.swapaxes(pages, 1, 2)

@@ -1,0 +1,360 @@
+"""The benchmarks' own arithmetic: lengths, bytes, timings, results files. No GPU is needed for any of it."""
+
+import csv
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import checked, decode, peers, report, timing, workloads
+from benchmarks.checked import Failed, Measured
+from benchmarks.workloads import WORKLOADS, Workload
+
+REPOSITORY = Path(__file__).parents[1]
+TINY = Workload("tiny", kv_lens=(5, 0, 40), num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
+
+
+def named(name):
+    return next(w for w in WORKLOADS if w.name == name)
+
+
+@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, decode])
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("A", 1.074),
+        ("A2", 1.074),
+        ("B", 0.537),
+        ("C", 1.860),
+        ("D", 0.0336),
+        ("E", 0.537),
+        ("F", 0.570),
+        ("S", 0.1286),
+    ],
+)
+def test_bytes_of_a_call(name, gigabytes):
+    assert named(name).num_bytes / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+def test_lengths_that_come_from_a_seed():
+    skewed, short = named("C").kv_lens, named("S").kv_lens
+    assert len(skewed) == 128
+    assert min(skewed) >= 16
+    assert max(skewed) <= 32768
+    assert len(short) == 300
+    assert min(short) == 0
+    assert max(short) == 199
+    assert named("F").kv_lens == (131072,) + (128,) * 63
+
+
+def test_small_caches_rotate_unless_warm_on_purpose():
+    l2_bytes = 60e6
+    for workload in WORKLOADS:
+        if workload.name != "D":
+            assert workload.num_bytes * workload.num_caches > 2 * l2_bytes, workload.name
+
+
+def test_a_cache_gives_each_page_to_one_row():
+    cache = workloads.make_cache(TINY, seed=3)
+    chex.assert_shape(cache.k_pages, (4, 16, 2, 64))
+    chex.assert_shape(cache.block_tables, (3, 3))
+    used = zip(np.asarray(cache.block_tables), TINY.pages_per_row, strict=True)
+    assert sorted(page for row, n in used for page in row[:n]) == [0, 1, 2, 3]
+    assert float(jnp.std(cache.k_pages.astype(jnp.float32))) == pytest.approx(1, rel=0.05)
+
+
+def test_layouts_hold_the_same_values():
+    pages = workloads.make_cache(TINY, seed=0).k_pages
+    hnd = workloads.to_layout(pages, "HND")
+    chex.assert_shape(hnd, (4, 2, 16, 64))
+    chex.assert_trees_all_equal(hnd[1, :, 7], pages[1, 7])
+
+
+def test_a_timing_is_the_median_of_the_calls_sums():
+    records = [
+        ("decode", 1.0),
+        ("merge", 0.5),
+        ("decode", 2.0),
+        ("merge", 0.5),
+        ("decode", 9.0),
+        ("merge", 0.5),
+    ]
+    result = timing.summarize(records, num_calls=3)
+    assert result.ms == 2.5
+    assert result.kernels == ("decode", "merge")
+    low, high = np.percentile([1.5, 2.5, 9.5], [10, 90])
+    assert result.spread == pytest.approx((high - low) / 2.5)
+
+
+@pytest.mark.parametrize("records", [[], [("a", 1.0)] * 3, [("a", 1.0), ("b", 1.0), ("b", 1.0), ("a", 1.0)]])
+def test_uneven_kernel_records_are_refused(records):
+    with pytest.raises(RuntimeError):
+        timing.summarize(records, num_calls=2)
+
+
+def test_cupti_takes_the_arguments_in_turn(monkeypatch):
+    calls, log = [], []
+
+    def get_timings(finalize):
+        log.append(finalize)
+        return [("kernel", 0.25)] * (len(calls) - log[0])
+
+    ext = SimpleNamespace(_cupti_init=lambda: log.append(len(calls)), _cupti_get_timings=get_timings)
+    monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", SimpleNamespace(_mosaic_gpu_ext=ext))
+
+    def fn(x):
+        calls.append(x)
+        return 10 * x
+
+    outputs, result = timing.cupti(fn, [(1,), (2,), (3,)], iterations=4, warmup_s=0.001)
+    warm_calls, finalize = log
+    assert warm_calls > 0
+    assert finalize is False
+    assert calls[warm_calls:] == [1, 2, 3] * 4
+    assert outputs == [10, 20, 30]
+    assert result.ms == 0.25
+
+
+def test_read_bandwidth_counts_the_whole_array():
+    def measure(fn, args, *, iterations):
+        ((x,),) = args
+        assert x.nbytes == 1 << 20
+        assert np.isfinite(np.asarray(fn(x), np.float32)).all()
+        return [fn(x)], timing.Timing(ms=1.0, spread=0.0, kernels=("reduce",))
+
+    rates = timing.read_bandwidths(measure, num_bytes=1 << 20)
+    assert len(rates) == 4
+    assert all(rate == pytest.approx((1 << 20) / 1e-3 / 1e12) for rate in rates.values())
+
+
+def row(workload, implementation="mosaic_gpu", **values):
+    key = {"workload": workload, "layout": "HND", "dtype": "bfloat16", "implementation": implementation}
+    return dict.fromkeys(report.COLUMNS, "") | key | values
+
+
+def test_merged_rows_replace_keep_withdraw_and_sort():
+    old = [row("W1", ms="9"), row("B", ms="1"), row("A", ms="2"), row("A", "xla", ms="3")]
+    new = [row("A", ms="5"), row("C", ms="6")]
+    merged = report.merge_rows(
+        old, new, withdrawn=[("B", "HND", "bfloat16", "mosaic_gpu"), ("Z", "", "", "")]
+    )
+    assert [(r["workload"], r["implementation"], r["ms"]) for r in merged] == [
+        ("A", "mosaic_gpu", "5"),
+        ("A", "xla", "3"),
+        ("C", "mosaic_gpu", "6"),
+        ("W1", "mosaic_gpu", "9"),
+    ]
+
+
+def test_rows_survive_the_file(tmp_path):
+    path = tmp_path / "results" / "h200.csv"
+    assert report.read_rows(path) == []
+    report.write_rows(path, [row("A", ms="0.25", peer="one, two")])
+    assert report.read_rows(path) == [row("A", ms="0.25", peer="one, two")]
+    assert path.read_text().splitlines()[0] == (
+        "workload,layout,dtype,implementation,ms,spread,bytes,tbps,share,peer,peer_ms,commit,jax"
+    )
+    path.write_text("workload,ms\nA,1\n")
+    with pytest.raises(ValueError, match="expected the columns"):
+        report.read_rows(path)
+
+
+def test_commit_says_when_the_tree_differs(tmp_path, monkeypatch):
+    monkeypatch.delenv("GPU_CHECK_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert report.commit() == "unknown"
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert report.commit() == head[:12]
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "h200.csv").write_text("")
+    assert report.commit() == head[:12]
+    (tmp_path / "kernel.py").write_text("")
+    assert report.commit() == f"{head[:12]}-dirty"
+    monkeypatch.setenv("GPU_CHECK_COMMIT", "abc-dirty")
+    assert report.commit() == "abc-dirty"
+
+
+def measured(ms, *kernels, label=""):
+    return Measured(timing.Timing(ms, 0.01, kernels), workspace_bytes=2_000_000, label=label)
+
+
+def result(name, layout, implementation, ours, peer):
+    workload = named(name)
+    return report.Result(name, layout, workload.dtype, implementation, workload.num_bytes, ours, peer)
+
+
+def test_table_and_row_of_a_timed_result():
+    timed = result("A", "HND", "mosaic_gpu", measured(0.25, "k", "m"), measured(0.275, label="2 splits"))
+    last = report.results_table([timed], 4.6, "peer").splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells[:9] == ["A", "HND", "mosaic_gpu", "0.2500", "1.0%", "1.074", "4.29", "93.4%", "2"]
+    assert cells[9:] == ["2.0", "0.2750", "2 splits", "0.909"]
+    line = report.csv_row(timed, 4.6, "peer-1", "abc")
+    assert line is not None
+    assert tuple(line) == report.COLUMNS
+    assert list(line.values())[:7] == [
+        "A",
+        "HND",
+        "bfloat16",
+        "mosaic_gpu",
+        "0.25000",
+        "0.0100",
+        "1073741824",
+    ]
+    assert list(line.values())[7:-1] == ["4.295", "0.934", "peer-1", "0.27500", "abc"]
+
+
+def test_nothing_timed_means_no_row_and_no_number():
+    wrong = result("A", "HND", "mosaic_gpu", Failed("WRONG", wrong=True), measured(0.275))
+    untimed = result("B", "NHD", "xla", Measured(None, 0), Failed("not installed"))
+    table = report.results_table([wrong, untimed], 4.6, "peer")
+    assert all(text in table for text in ("WRONG", "not measured", "not installed"))
+    assert report.csv_row(wrong, 4.6, "peer", "abc") is None
+    assert report.csv_row(untimed, 4.6, "peer", "abc") is None
+
+
+def test_a_wrong_result_is_never_timed():
+    def measure(*args, **kwargs):
+        raise AssertionError("timed")
+
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    outcome = checked.attempt(
+        lambda: checked.check_then_time(lambda x: x, [(x,)], [2 * x.astype(jnp.float32)], measure, 1)
+    )
+    assert outcome == Failed("WRONG", wrong=True)
+
+
+def test_the_best_setting_of_a_peer_counts():
+    cache = workloads.make_cache(TINY, seed=0)
+    expected = decode.expected_output(cache)
+
+    def setting(wrong):
+        return lambda cache: expected.astype(jnp.bfloat16) + jnp.bfloat16(wrong)
+
+    def measure(fn, args, *, iterations):
+        times.append(iterations)
+        return [fn(*a) for a in args], timing.Timing(1.0 / len(times), 0.0, ("kernel",))
+
+    times = []
+    peer = peers.Peer(
+        "other",
+        lambda w: None,
+        lambda w: iter([("wrong", setting(9)), ("slow", setting(0)), ("fast", setting(0))]),
+    )
+    settings = decode.Settings(("NHD",), None, measure, 7, peer)
+    best = decode.run_peer(peer, TINY, [cache], [expected], settings)
+    assert isinstance(best, Measured)
+    assert best.label == "fast"
+    assert times == [10, 10, 7]
+
+
+def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
+    assert decode.main(["--dry-run", "--workloads", "D,S", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("not measured") >= 8
+    assert "WRONG" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "current_device", lambda: SimpleNamespace(platform="cpu", device_kind="cpu"))
+    assert decode.main(["--workloads", "A"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_unknown_workload_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        decode.main(["--workloads", "A,Q"])
+    assert "unknown workload Q" in capsys.readouterr().err
+
+
+def test_a_run_writes_the_csv_and_the_page(tmp_path, monkeypatch, capsys):
+    def measure(fn, args, *, iterations):
+        return [fn(*a) for a in args], timing.Timing(0.5, 0.01, ("decode", "merge"))
+
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(decode, "current_device", lambda: device)
+    monkeypatch.setattr(decode.timing, "cupti", measure)
+    monkeypatch.setattr(
+        decode.timing, "read_bandwidths", lambda measure, num_bytes: {"sum": 4.0, "maxima": 4.5}
+    )
+    monkeypatch.setattr(decode, "flash_attention_3", lambda: None)
+    monkeypatch.setattr(decode, "WORKLOADS", (named("D").shrunk(), named("S").shrunk()))
+    monkeypatch.setenv("GPU_CHECK_COMMIT", "abc")
+    report.write_rows(tmp_path / "h200.csv", [row("W1", ms="9")])
+
+    assert decode.main(["--workloads", "D", "--out", str(tmp_path)]) == 0
+    rows = report.read_rows(tmp_path / "h200.csv")
+    assert [(r["workload"], r["layout"], r["commit"]) for r in rows] == [
+        ("D", "HND", "abc"),
+        ("D", "NHD", "abc"),
+        ("W1", "HND", ""),
+    ]
+    assert not (tmp_path / "decode_h200.md").exists()
+
+    assert decode.main(["--out", str(tmp_path)]) == 0
+    assert len(report.read_rows(tmp_path / "h200.csv")) == 5
+    page = (tmp_path / "decode_h200.md").read_text()
+    for text in (
+        "NVIDIA H200",
+        "commit: abc",
+        "sum(kv_lens)",
+        "maxima 4.500 TB/s",
+        "python -m benchmarks.decode",
+    ):
+        assert text in page
+
+
+@pytest.mark.parametrize(("skipped", "passes"), [(0, True), (1, False)])
+def test_gpu_check_fails_on_a_skip_and_still_runs_the_rest(tmp_path, skipped, passes):
+    # Stands in for the interpreter: real for the scripts on stdin, a recorder for pytest and the benchmark.
+    stub = tmp_path / "python"
+    stub.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *"-m pytest"*) echo '<testsuite tests="2" skipped="{skipped}"/>' >"$OUT/junit.xml";;
+  *benchmarks.decode*) echo "ran the benchmark with $*";;
+  *junit.xml) exec {sys.executable} "$@";;
+  *) cat >/dev/null;;
+esac
+"""
+    )
+    stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu_check.sh"],
+        cwd=REPOSITORY,
+        env={
+            "PATH": os.environ["PATH"],
+            "OUT": str(tmp_path / "out"),
+            "PYTHON": str(stub),
+            "BENCH": "--workloads A",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == passes, done.stdout + done.stderr
+    assert f"2 tests, {skipped} skipped" in done.stdout
+    assert "--workloads A" in (tmp_path / "out" / "bench.log").read_text()
+
+
+def test_committed_results_are_readable():
+    for path in (REPOSITORY / "benchmarks" / "results").glob("*.csv"):
+        rows = report.read_rows(path)
+        assert report.merge_rows(rows, []) == rows, f"{path} is not sorted by {report.KEY}"
+        with path.open(newline="") as file:
+            assert all(len(line) == len(report.COLUMNS) for line in csv.reader(file))
