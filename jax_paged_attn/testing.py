@@ -1,0 +1,356 @@
+"""Named problems, makers of their inputs, and tolerances; shared by tests and benchmarks.
+
+Needs `chex` (the ``test`` extra). A problem marked ``interpret`` belongs to the subset that runs where a
+kernel is interpreted, which costs seconds each; on its own platform an implementation runs every problem. A
+problem marked ``newest`` also belongs to the subset that the newest release of JAX runs.
+"""
+
+import dataclasses
+import zlib
+from types import ModuleType
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged_attn import dispatch, validation
+from jax_paged_attn.page_table import PageTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named problem.
+
+    Attributes
+    ----------
+    name : str
+        Unique; also seeds the values.
+    kv_lens : tuple[int, ...]
+        Valid tokens of each row.
+    num_q_heads, num_kv_heads, head_dim, page_size : int
+        Shapes. With `contiguous`, `page_size` is ``max_kv_len``.
+    v_head_dim : int or None
+        None is `head_dim`.
+    dtype, kv_layout : str
+        Of the query and the cache.
+    table : str
+        "block_tables" or "csr".
+    contiguous : bool
+        A call of `decode_attention` rather than `paged_attention`.
+    share_pages : bool
+        Rows are prefixes of the longest row and share its pages.
+    sm_scale : float or None
+        None is the default.
+    kv_starts : tuple[int, ...] or None
+        None leaves it out.
+    num_splits : int or None
+        As in `paged_attention`.
+    refused_by : tuple[str, ...]
+        Implementations that say they can't run it.
+    interpret, newest : bool
+        The subsets that it belongs to.
+    """
+
+    name: str
+    kv_lens: tuple[int, ...] = (0, 5, 64, 131)
+    num_q_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_layout: str = "HND"
+    table: str = "block_tables"
+    contiguous: bool = False
+    share_pages: bool = False
+    sm_scale: float | None = None
+    kv_starts: tuple[int, ...] | None = None
+    num_splits: int | None = None
+    refused_by: tuple[str, ...] = ()
+    interpret: bool = False
+    newest: bool = False
+
+
+def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
+    """List the lengths around a page's ends, and a full row."""
+    return (0, 1, page_size - 1, page_size, page_size + 1, pages * page_size)
+
+
+_ONLY_16_BIT = ("mosaic_gpu",)
+_HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
+
+CASES = (
+    Case("page_1", _boundaries(1, 70), page_size=1, interpret=True),
+    Case("page_8", _boundaries(8, 10), page_size=8, interpret=True),
+    Case("page_12", _boundaries(12, 7), page_size=12, interpret=True, newest=True),
+    Case("page_16", _boundaries(16, 9), interpret=True, newest=True),
+    Case("page_64", _boundaries(64), page_size=64, interpret=True),
+    Case("page_100", _boundaries(100), page_size=100, interpret=True),
+    Case("page_128", _boundaries(128), page_size=128, interpret=True),
+    Case("page_544", _boundaries(544), page_size=544),
+    Case("page_544_short", (0, 64, 545), page_size=544, interpret=True),
+    Case("page_2048", _boundaries(2048, 2), page_size=2048),
+    Case("page_2048_short", (3, 100, 2049), page_size=2048, interpret=True),
+    Case("nhd", kv_layout="NHD", interpret=True, newest=True),
+    Case("nhd_page_1", page_size=1, kv_layout="NHD", interpret=True),
+    Case("nhd_page_12", page_size=12, kv_layout="NHD", interpret=True),
+    Case("nhd_page_128", page_size=128, kv_layout="NHD", interpret=True),
+    Case("nhd_head_dim_80", head_dim=80, kv_layout="NHD", interpret=True),
+    Case("hpnd", kv_layout="HPND", interpret=True, newest=True),
+    Case("hpnd_page_8", page_size=8, kv_layout="HPND", interpret=True),
+    Case("hpnd_page_544", (0, 64, 545), page_size=544, kv_layout="HPND", interpret=True),
+    Case("float16", dtype="float16", interpret=True, newest=True),
+    Case("float16_nhd", dtype="float16", kv_layout="NHD", head_dim=128),
+    Case("float32", dtype="float32", refused_by=_ONLY_16_BIT, newest=True),
+    Case("float32_hpnd", dtype="float32", kv_layout="HPND", refused_by=_ONLY_16_BIT),
+    Case("float32_smollm2", (1, 15, 200), 9, 3, dtype="float32", refused_by=_ONLY_16_BIT),
+    Case("group_1", num_q_heads=4, num_kv_heads=4, interpret=True),
+    Case("group_3", num_q_heads=9, num_kv_heads=3, interpret=True, newest=True),
+    Case("group_5", num_q_heads=10, num_kv_heads=2, interpret=True),
+    Case("group_6", num_q_heads=24, num_kv_heads=4),
+    Case("group_7", num_q_heads=28, num_kv_heads=4, interpret=True),
+    Case("group_8", num_q_heads=16, num_kv_heads=2, interpret=True),
+    Case("group_12", num_q_heads=12, num_kv_heads=1, interpret=True),
+    Case("group_16", num_q_heads=64, num_kv_heads=4),
+    Case("group_16_of_32", num_q_heads=32, num_kv_heads=2, interpret=True),
+    Case("group_32", num_q_heads=32, num_kv_heads=1, interpret=True),
+    Case("group_48", num_q_heads=48, num_kv_heads=1, interpret=True),
+    Case("group_71", num_q_heads=71, num_kv_heads=1, interpret=True, newest=True),
+    Case("head_dim_16", head_dim=16, interpret=True),
+    Case("head_dim_24", head_dim=24, interpret=True),
+    Case("head_dim_56", head_dim=56, interpret=True),
+    Case("head_dim_80", head_dim=80, interpret=True, newest=True),
+    Case("head_dim_96", head_dim=96, interpret=True),
+    Case("head_dim_112", head_dim=112, interpret=True),
+    Case("head_dim_128", head_dim=128, interpret=True),
+    Case("head_dim_192", head_dim=192),
+    Case("head_dim_224", head_dim=224),
+    Case("head_dim_256", head_dim=256, interpret=True),
+    Case("head_dim_8", head_dim=8, refused_by=_HEAD_DIMS_16_TO_256),
+    Case("head_dim_20", head_dim=20, refused_by=_HEAD_DIMS_16_TO_256, newest=True),
+    Case("head_dim_7", head_dim=7, refused_by=_HEAD_DIMS_16_TO_256),
+    Case("head_dim_320", head_dim=320, refused_by=_HEAD_DIMS_16_TO_256),
+    Case("v_head_dim_7", v_head_dim=7, refused_by=_HEAD_DIMS_16_TO_256),
+    Case("v_head_dim_16", v_head_dim=16, interpret=True),
+    Case("v_head_dim_96", v_head_dim=96, interpret=True),
+    Case("v_head_dim_128", (200, 3), head_dim=192, v_head_dim=128, interpret=True, newest=True),
+    Case("v_head_dim_256", v_head_dim=256, kv_layout="NHD", interpret=True),
+    Case("scale_zero", sm_scale=0.0, interpret=True),
+    Case("scale_negative", sm_scale=-0.2, interpret=True),
+    Case("scale_large", sm_scale=3.0),
+    Case("starts", (0, 5, 64, 131), kv_starts=(0, 3, 16, 100), interpret=True, newest=True),
+    Case("starts_empty", (1, 40, 64, 200), kv_starts=(1, 40, 63, 0), interpret=True),
+    Case(
+        "starts_nhd_page_128", (300, 130), page_size=128, kv_layout="NHD", kv_starts=(129, 1), interpret=True
+    ),
+    Case("starts_splits", (300, 0, 130, 7), kv_starts=(70, 0, 1, 6), num_splits=3, interpret=True),
+    Case("splits_1", num_splits=1, interpret=True),
+    Case("splits_2", (0, 1, 64, 200), num_splits=2, interpret=True, newest=True),
+    Case("splits_8_short", (1, 2, 3), num_splits=8, interpret=True),
+    Case("splits_5", (1500, 3, 640), num_splits=5),
+    Case("csr", (5, 0, 33, 64), table="csr", interpret=True, newest=True),
+    Case("csr_page_4", (0, 5), page_size=4, table="csr"),
+    Case("csr_shared", (40, 33, 16, 0), table="csr", share_pages=True),
+    Case("shared", (131, 100, 64, 1), share_pages=True, interpret=True),
+    Case("contiguous", (1, 77, 0, 200), page_size=200, contiguous=True, interpret=True, newest=True),
+    Case("contiguous_nhd", (1, 77, 0, 160), page_size=160, kv_layout="NHD", contiguous=True, interpret=True),
+    Case("contiguous_roomy", (3, 130), page_size=16384, contiguous=True),
+    Case("contiguous_starts", (50, 77), page_size=96, contiguous=True, kv_starts=(13, 77)),
+    Case("all_empty", (0, 0, 0), interpret=True),
+    Case("one_row", (77,), interpret=True),
+    Case("one_token", (1,), interpret=True),
+    Case("one_long_row", (2000, 3, 20, 0, 7), num_q_heads=4, interpret=True),
+    Case("many_rows", tuple(range(0, 160, 4)), num_q_heads=2, num_kv_heads=1, interpret=True),
+    Case("many_rows_starts", (64,) * 40, 2, 1, kv_starts=tuple(range(0, 80, 2)), interpret=True),
+    Case("many_short_rows", tuple(range(300)), num_q_heads=4, num_kv_heads=1),
+    Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arguments of a public function.
+
+    Attributes
+    ----------
+    function : str
+        Its name, in `jax_paged_attn` and in `jax_paged_attn.reference`.
+    args : tuple
+        Positional arguments.
+    options : dict
+        Keyword arguments that its reference takes too.
+    tuning : dict
+        Keyword arguments that its reference doesn't take.
+    """
+
+    function: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    tuning: dict[str, Any]
+
+    def call(self, module: ModuleType, **options: Any) -> tuple[jax.Array, jax.Array]:
+        """Call the function of `module` (`jax_paged_attn`) for (out, lse)."""
+        call = getattr(module, self.function)
+        return call(*self.args, return_lse=True, **self.options, **self.tuning, **options)
+
+    def expected(self) -> tuple[jax.Array, jax.Array]:
+        """Call the reference for float32 (out, lse)."""
+        from jax_paged_attn import reference
+
+        call = getattr(reference, self.function)
+        return jax.jit(lambda args: call(*args, return_lse=True, **self.options))(self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far a result may lie from the float32 reference.
+
+    Attributes
+    ----------
+    out_atol : float
+        Of the output, in units of the root mean square of the expected vector: errors of the weights scale
+        with it, and a mean of many values is small.
+    out_rtol : float
+        Of the output, relative: the last rounding.
+    lse_atol : float
+        Of the log-sum-exp, which is float32 for every dtype.
+    """
+
+    out_atol: float
+    out_rtol: float
+    lse_atol: float
+
+
+# By the output's dtype. In 16 bits: one rounding of the output (eps / 2), and weights rounded before P V.
+TOLERANCES = {
+    "bfloat16": Tolerance(2.0**-7, 2.0**-8, 2e-5),
+    "float16": Tolerance(2.0**-10, 2.0**-11, 2e-5),
+    "float32": Tolerance(4e-6, 1e-6, 5e-6),
+}
+
+
+def interpreting(implementation: str) -> bool:
+    """Whether the default device would interpret this implementation rather than run it."""
+    (named,) = (candidate for candidate in dispatch.IMPLEMENTATIONS if candidate.name == implementation)
+    return dispatch.Target.current().platform in named.interpreted_on
+
+
+def runs() -> list[tuple[str, Case]]:
+    """List each (implementation, problem) for the default device: all, or the subset where it interprets."""
+    return [
+        (candidate.name, case)
+        for candidate in dispatch.IMPLEMENTATIONS
+        for case in CASES
+        if case.interpret or candidate.name in case.refused_by or not interpreting(candidate.name)
+    ]
+
+
+def case(name: str) -> Case:
+    """Look up a problem by name."""
+    (found,) = (candidate for candidate in CASES if candidate.name == name)
+    return found
+
+
+def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> Inputs:
+    """Make a problem's inputs: normal values, pages in random order.
+
+    Parameters
+    ----------
+    case : Case
+        The problem.
+    poison : float
+        Fills every slot and page of the cache that no row uses.
+    spare_pages : int
+        Pages that no row points to. Unused table entries, of which there are some, hold -1 and 2**31 - 1.
+
+    Returns
+    -------
+    Inputs
+        The same values for every `poison`.
+    """
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    dtype = jnp.dtype(case.dtype)
+    dims = {"k": case.head_dim, "v": case.v_head_dim or case.head_dim}
+    page_size, heads = case.page_size, case.num_kv_heads
+    q = rng.standard_normal((len(case.kv_lens), case.num_q_heads, case.head_dim)).astype(dtype)
+    tables, num_pages = _assign_pages(case, rng, spare_pages)
+    order = validation.LAYOUT_AXES["NHD"]
+    order = tuple(order.index(axis) for axis in validation.LAYOUT_AXES[case.kv_layout])
+    caches = {}
+    for name, head_dim in dims.items():
+        pages = np.full((num_pages, page_size, heads, head_dim), poison, dtype)
+        for table, kv_len in zip(tables, case.kv_lens, strict=True):
+            # A contiguous row's page may be far longer than its tokens.
+            tokens = rng.standard_normal((kv_len, heads, head_dim)).astype(dtype)
+            for entry, page in enumerate(table):
+                of_page = tokens[entry * page_size : (entry + 1) * page_size]
+                pages[page, : len(of_page)] = of_page
+        caches[name] = jnp.asarray(np.ascontiguousarray(pages.transpose(order)))
+    options: dict[str, Any] = {"kv_layout": case.kv_layout, "sm_scale": case.sm_scale}
+    if case.kv_starts is not None:
+        options["kv_starts"] = jnp.asarray(case.kv_starts, jnp.int32)
+    tuning = {"num_splits": case.num_splits}
+    if case.contiguous:
+        args = (jnp.asarray(q), caches["k"], caches["v"], jnp.asarray(case.kv_lens, jnp.int32))
+        return Inputs("decode_attention", args, options, tuning)
+    args = (jnp.asarray(q), caches["k"], caches["v"], _page_table(case, tables))
+    return Inputs("paged_attention", args, options, tuning)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compare a result with the float32 reference's by the tolerance of its dtype.
+
+    Parameters
+    ----------
+    actual, expected : array, or (out, lse)
+        `expected` in float32.
+
+    Raises
+    ------
+    AssertionError
+        If they differ by more.
+    """
+    out, lse = actual if isinstance(actual, tuple) else (actual, None)
+    expected_out, expected_lse = expected if isinstance(expected, tuple) else (expected, None)
+    tolerance = TOLERANCES[out.dtype.name]
+    expected_out = np.asarray(expected_out)
+    chex.assert_shape(out, expected_out.shape)
+    rms = np.sqrt(np.mean(np.square(expected_out), axis=-1, keepdims=True))
+    rms = np.where(rms > 0, rms, np.float32(1))
+    scaled = np.asarray(out).astype(np.float32) / rms
+    chex.assert_trees_all_close(scaled, expected_out / rms, atol=tolerance.out_atol, rtol=tolerance.out_rtol)
+    if lse is not None or expected_lse is not None:
+        chex.assert_type(lse, jnp.float32)
+        chex.assert_trees_all_close(
+            np.asarray(lse), np.asarray(expected_lse), atol=tolerance.lse_atol, rtol=1e-6
+        )
+
+
+def _assign_pages(case: Case, rng: np.random.Generator, spare_pages: int) -> tuple[list[np.ndarray], int]:
+    """Choose the page ids that each row uses; returns them and the size of the pool."""
+    if case.contiguous:
+        return [np.array([row]) for row in range(len(case.kv_lens))], len(case.kv_lens)
+    counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+    used = max(counts) if case.share_pages else sum(counts)
+    ids = rng.permutation(used + spare_pages).astype(np.int32)
+    if case.share_pages:
+        return [ids[:count] for count in counts], ids.size
+    return np.split(ids, np.cumsum(counts))[:-1], ids.size
+
+
+def _page_table(case: Case, tables: list[np.ndarray]) -> PageTable:
+    if case.table == "csr":
+        indptr = np.cumsum([0, *(len(table) for table in tables)])
+        full_pages = np.array([max(len(table) - 1, 0) for table in tables])
+        last_page_len = np.array(case.kv_lens) - full_pages * case.page_size
+        indices = np.concatenate([*tables, _unused_entries(4)])
+        return PageTable.from_csr(indptr, indices, last_page_len, page_size=case.page_size)
+    width = max(len(table) for table in tables) + 2
+    rows = [np.concatenate([table, _unused_entries(width - len(table))]) for table in tables]
+    return PageTable.from_block_tables(np.stack(rows), np.array(case.kv_lens))
+
+
+def _unused_entries(count: int) -> np.ndarray:
+    return np.resize(np.array([-1, 2**31 - 1], np.int32), count)

@@ -1,0 +1,171 @@
+"""The references against a dense softmax in float64 numpy, which shares no code with them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged_attn import PageTable, reference, testing
+
+CASES = [
+    "page_12",
+    "nhd",
+    "hpnd_page_8",
+    "float16",
+    "float32",
+    "group_71",
+    "v_head_dim_128",
+    "scale_zero",
+    "scale_negative",
+    "starts_empty",
+    "csr",
+    "csr_shared",
+    "contiguous",
+    "contiguous_nhd",
+    "contiguous_starts",
+    "all_empty",
+]
+
+
+def float64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def dense_row(q, keys, values, sm_scale):
+    """Attention of one row, head by head; q [hq, d], keys and values [kv_len, hk, d]."""
+    out = np.zeros((q.shape[0], values.shape[-1]))
+    lse = np.full(q.shape[0], -np.inf)
+    for head in range(q.shape[0]) if len(keys) else ():
+        kv_head = head // (q.shape[0] // keys.shape[1])
+        scores = keys[:, kv_head] @ q[head] * sm_scale
+        peak = scores.max()
+        weights = np.exp(scores - peak)
+        out[head] = weights @ values[:, kv_head] / weights.sum()
+        lse[head] = peak + np.log(weights.sum())
+    return out, lse
+
+
+def dense(inputs, case):
+    """Attention of every row, its tokens collected one by one."""
+    q, k, v, where = inputs.args
+    q, (k, v) = float64(q), (float64(x) for x in (k, v))
+    sm_scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
+    starts = case.kv_starts or (0,) * len(case.kv_lens)
+
+    def token(cache, row, position):
+        if inputs.function == "decode_attention":
+            page, slot = row, position
+        else:
+            entry = int(where.row_starts[row]) + position // case.page_size
+            page, slot = int(where.indices[entry]), position % case.page_size
+        if case.kv_layout == "HPND":
+            return cache[:, page, slot]
+        return cache[page, :, slot] if case.kv_layout == "HND" else cache[page, slot]
+
+    outs, lses = [], []
+    for row, (start, kv_len) in enumerate(zip(starts, case.kv_lens, strict=True)):
+        keys = np.array([token(k, row, p) for p in range(start, kv_len)])
+        values = [token(v, row, p) for p in range(start, kv_len)]
+        values = np.array(values).reshape(-1, case.num_kv_heads, case.v_head_dim or case.head_dim)
+        out, lse = dense_row(q[row], keys, values, sm_scale)
+        outs.append(out)
+        lses.append(lse)
+    return np.stack(outs), np.stack(lses)
+
+
+def assert_exact(actual, expected):
+    """Float32 arithmetic apart, the same as float64."""
+    for got, want in zip(actual, expected, strict=True):
+        chex.assert_type(got, jnp.float32)
+        chex.assert_trees_all_close(float64(got), want, atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name):
+    case = testing.case(name)
+    inputs = testing.make_inputs(case)
+    assert_exact(inputs.expected(), dense(inputs, case))
+
+
+def test_unbatched_is_a_batch_of_one():
+    inputs = testing.make_inputs(testing.case("one_row"))
+    (q, k, v, table), (out, lse) = inputs.args, inputs.expected()
+    row = PageTable(table.indices, table.row_starts[0], table.row_pages[0], table.kv_lens[0])
+    assert_exact(reference.paged_attention(q[0], k, v, row, return_lse=True), (out[0], lse[0]))
+    cache = k[:1], v[:1]
+    batched = reference.decode_attention(q, *cache, 9)
+    alone = reference.decode_attention(q[0], *(c[0] for c in cache), 9)
+    assert_exact([alone], [batched[0]])
+
+
+def test_without_lse():
+    inputs = testing.make_inputs(testing.case("one_row"))
+    out = reference.paged_attention(*inputs.args)
+    chex.assert_trees_all_equal(out, inputs.expected()[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (0, 3)], ids=str)
+def test_nothing_to_attend_to(shape):
+    num_pages, width = shape
+    pages = jnp.ones((num_pages, 2, 16, 8))
+    table = PageTable.from_block_tables(np.zeros((3, width), int), [1, 0, 5])
+    out, lse = reference.paged_attention(jnp.ones((3, 4, 8)), pages, pages, table, return_lse=True)
+    chex.assert_trees_all_equal((out, lse), (jnp.zeros((3, 4, 8)), jnp.full((3, 4), -jnp.inf)))
+
+
+def test_merge_states():
+    rng = np.random.default_rng(0)
+    outs, lses = rng.standard_normal((5, 3, 4, 8)), 3 * rng.standard_normal((5, 3, 4))
+    lses[1:3, 0], lses[:, 1, 1] = -np.inf, np.inf
+    lses[:4, 2, 2] = -np.inf
+    outs[np.isinf(lses)] = np.nan
+    weights = np.where(np.isinf(lses), 0, np.exp(lses))
+    total = weights.sum(0)
+    with np.errstate(divide="ignore"):
+        expected_lse = np.log(total)
+    expected = (
+        np.einsum("n...,n...d->...d", weights, np.nan_to_num(outs)) / np.where(total, total, 1)[..., None]
+    )
+    assert_exact(reference.merge_states(jnp.float32(outs), jnp.float32(lses)), (expected, expected_lse))
+    pair = jnp.float32(outs[3:]), jnp.float32(lses[3:])
+    chex.assert_trees_all_equal(
+        reference.merge_state(pair[0][0], pair[1][0], pair[0][1], pair[1][1]), reference.merge_states(*pair)
+    )
+
+
+def test_gradients_are_those_of_finite_differences():
+    case = testing.Case("gradient", (0, 5, 19), 4, 2, 8, page_size=8, dtype="float32", kv_starts=(0, 5, 2))
+    inputs = testing.make_inputs(case)
+    table = inputs.args[3]
+
+    def loss(q, k, v, sm_scale):
+        options = inputs.options | {"sm_scale": sm_scale}
+        out, lse = reference.paged_attention(q, k, v, table, return_lse=True, **options)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isinf(lse), 0.0, jnp.cos(lse)))
+
+    arguments = (*inputs.args[:3], jnp.float32(0.3))
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*arguments)
+    chex.assert_tree_all_finite(gradients)
+    rng = np.random.default_rng(1)
+    for index, gradient in enumerate(gradients):
+        direction = rng.standard_normal(gradient.shape).astype(np.float32)
+
+        def along(step, index=index, direction=direction):
+            moved = list(arguments)
+            moved[index] = moved[index] + jnp.float32(step) * direction
+            return loss(*moved)
+
+        slope = (along(1e-2) - along(-1e-2)) / 2e-2
+        chex.assert_trees_all_close(slope, jnp.vdot(gradient, direction), atol=5e-3, rtol=5e-3)
+
+
+def test_merge_gradients_are_finite():
+    outs, lses = jnp.ones((2, 3, 4)), jnp.array([[-jnp.inf, 0.0, jnp.inf], [-jnp.inf, 1.0, 2.0]])
+
+    def loss(outs, lses):
+        out, lse = reference.merge_states(outs, lses)
+        return jnp.sum(out) + jnp.sum(jnp.where(jnp.isinf(lse), 0.0, lse))
+
+    chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1))(outs, lses))
+
