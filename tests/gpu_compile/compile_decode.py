@@ -1,8 +1,8 @@
 """Compiles one group of `decode_calls.CALLS` to machine code for an H200, on a machine without a GPU.
 
-`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and for each kernel the
-registers, spilled bytes and shared memory that the compilers report. A process of its own, since a target
-that XLA dislikes aborts it.
+`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and the shared
+memory, registers and spilled bytes that the compilers report of each kernel. A process of its own, since a
+target that XLA dislikes aborts it.
 """
 
 import functools
@@ -63,26 +63,25 @@ def function_and_arguments(call: Call):
     return jax_paged_attn.paged_attention, (q, k, v, table), options
 
 
-def kernels_in_dump(seen: set[pathlib.Path]):
-    """What the compilers reported of the kernels that are new since the last time."""
-    kernels = []
-    for report in sorted(set(pathlib.Path(dump.name).glob("*.ptxas")) - seen):
+def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """What is new in the reports: the shared memory of each launch, and what each compilation came to.
+
+    jax 0.12 compiles a kernel that it has seen before only once, so there can be fewer compilations.
+    """
+    launches, compiled = {}, {}
+    for report in sorted(set(pathlib.Path(dump.name).iterdir()) - seen):
         seen.add(report)
-        text = report.read_text()
-        [(stores, loads)] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-        [registers] = re.findall(r"Used (\d+) registers", text)
-        # Mosaic takes all of a kernel's shared memory at launch, barriers included.
-        launch = report.with_name(report.stem + ".before_layout_inference.txt").read_text()
-        [smem_bytes] = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", launch)
-        kernels.append(
-            {
-                "name": report.stem,
-                "registers": int(registers),
-                "spilled": int(stores) + int(loads),
-                "smem_bytes": int(smem_bytes),
-            }
-        )
-    return kernels
+        name, _, kind = report.name.partition(".")
+        if kind == "before_layout_inference.txt":
+            # Mosaic takes all of a kernel's shared memory at launch, barriers included.
+            [smem_bytes] = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", report.read_text())
+            launches[name] = int(smem_bytes)
+        elif kind == "ptxas":
+            text = report.read_text()
+            [(stores, loads)] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+            [registers] = re.findall(r"Used (\d+) registers", text)
+            compiled[name] = {"registers": int(registers), "spilled": int(stores) + int(loads)}
+    return launches, compiled
 
 
 def compile_call(call: Call, sharding, seen):
@@ -95,10 +94,12 @@ def compile_call(call: Call, sharding, seen):
     )
     # The default implementation, which is what users get; the explicit one would be interpreted on this host.
     jax.jit(functools.partial(function, **options)).trace(*arguments, **arrays).lower().compile()
+    launches, compiled = new_in_dump(seen)
     return {
         "implementation": record.implementation,
         "estimate": record.smem_bytes,
-        "kernels": kernels_in_dump(seen),
+        "smem_bytes": launches,
+        "compiled": compiled,
     }
 
 

@@ -25,9 +25,10 @@ def test_compiles_without_spills_and_within_the_estimate(group):
     for call, result in zip(CALLS[group], results, strict=True):
         assert "error" not in result, f"{call}\n{result['error']}"
         assert result["implementation"] == "mosaic_gpu", call
-        assert result["kernels"], call
-        for kernel in result["kernels"]:
-            assert kernel["spilled"] == 0, (call, kernel)
-        used = max(kernel["smem_bytes"] for kernel in result["kernels"])
-        assert used <= result["estimate"] <= SMEM_LIMIT, call
+        assert result["smem_bytes"], f"{call}: no kernel of ours was launched"
+        for kernel, report in result["compiled"].items():
+            assert report["spilled"] == 0, (call, kernel, report)
+        used = max(result["smem_bytes"].values())  # of the decode kernel and of the merge
+        assert used <= result["estimate"] <= SMEM_LIMIT, (call, used)
         assert result["estimate"] - used <= SLACK, (call, used)
+    assert any(result["compiled"] for result in results)
