@@ -1,0 +1,192 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged_attn import PageTable, decode_attention, dispatch, explain, paged_attention, testing
+from jax_paged_attn.dispatch import IMPLEMENTATIONS, Target
+from jax_paged_attn.kernels import xla
+
+
+def shapes(dtype="bfloat16", head_dim=128, batch=4):
+    inputs = testing.make_inputs(testing.Case("explain", (9,) * batch, dtype=dtype, head_dim=head_dim))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs.args)
+
+
+def test_explain_for_cpu():
+    record = explain(paged_attention, *shapes(), target="cpu")
+    assert record.implementation == "xla"
+    assert record.config == xla.Config()
+    assert record.smem_bytes == 0
+    assert record.workspace_bytes > 0
+    assert record.accumulator_dtype == "float32"
+    assert record.deterministic
+    assert record.passed_over == (("mosaic_gpu", "runs on cuda, not on cpu"),)
+    assert record.problem.num_kv_heads == 2
+
+
+@pytest.mark.parametrize("target", ["cuda", "sm_90", "sm_90a"])
+def test_explain_for_hopper_from_any_host(target):
+    record = explain(paged_attention, *shapes(), target=target)
+    assert record.implementation == "mosaic_gpu"
+    assert 0 < record.smem_bytes <= record.target.smem_bytes
+    assert record.passed_over == (("xla", "mosaic_gpu comes first"),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target", "reason"),
+    [
+        (shapes(dtype="float32"), "sm_90", "float32"),
+        (shapes(head_dim=20), "sm_90", "head_dim"),
+        (shapes(), "sm_80", "sm_80"),
+        (shapes(), "rocm", "rocm"),
+        (shapes(), "tpu", "tpu"),
+    ],
+)
+def test_a_reason_for_what_was_passed_over(arguments, target, reason):
+    record = explain(paged_attention, *arguments, target=target)
+    assert record.implementation == "xla"
+    ((name, why),) = record.passed_over
+    assert name == "mosaic_gpu"
+    assert reason in why
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(paged_attention, *arguments, target=target, implementation="mosaic_gpu")
+
+
+def test_explain_prints():
+    text = str(explain(paged_attention, *shapes(), target="cpu"))
+    assert text.splitlines()[0] == "implementation: xla on cpu"
+    assert "not mosaic_gpu: runs on cuda, not on cpu" in text
+
+
+def test_explain_takes_arrays_options_and_other_functions():
+    q, *_ = shapes()
+    lens = np.array([1, 2, 3, 4], np.int64)
+    cache = jax.ShapeDtypeStruct((4, 2, 32, 128), jnp.bfloat16)
+    record = explain(
+        decode_attention, q, cache, cache, lens, target="cpu", num_splits=3, return_lse=True, kv_starts=lens
+    )
+    assert (record.problem.num_splits, record.problem.has_kv_starts) == (3, True)
+
+    @jax.jit
+    def layer(q, k, v, table):
+        return paged_attention(q, k, v, table) * 2
+
+    args = testing.make_inputs(testing.case("one_row")).args
+    layer(*args)
+    assert explain(layer, *args, target="cpu").implementation == "xla"
+    assert explain(layer, *args, target="cpu").implementation == "xla"
+
+
+def test_explain_defaults_to_the_host():
+    assert explain(paged_attention, *shapes()).target == Target.current()
+
+
+def test_explain_raises_as_the_call_would():
+    with pytest.raises(ValueError, match=r"^kv_layout: expected"):
+        explain(paged_attention, *shapes(), kv_layout="NDH")
+    with pytest.raises(ValueError, match=r"^target: expected .*, got 'h100'"):
+        explain(paged_attention, *shapes(), target="h100")
+    with pytest.raises(ValueError, match=r"^fn: expected"):
+        explain(jnp.sin, 1.0)
+
+
+def test_explaining_leaves_later_calls_alone():
+    inputs = testing.make_inputs(testing.case("float32"))
+    with pytest.raises(ValueError, match="kv_layout"):
+        explain(paged_attention, *inputs.args, kv_layout="NDH")
+    testing.assert_close(paged_attention(*inputs.args), inputs.expected()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100", (10, 0)), ("sm_121", (12, 1))]
+)
+def test_targets(name, capability):
+    target = Target.parse(name)
+    assert (target.platform, target.compute_capability) == ("cuda", capability)
+    assert target.core_count > 0
+    assert target.smem_bytes > 48_000
+    assert str(target) == name.removesuffix("a")
+
+
+def test_every_implementation_is_last_resort_or_says_why():
+    *others, last = IMPLEMENTATIONS
+    problem = explain(paged_attention, *shapes(head_dim=7), target="cpu").problem
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        assert last.why_not(problem, Target.parse(platform)) is None
+        assert all(other.why_not(problem, Target.parse(platform)) for other in others)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_a_kernel_on_another_platform_names_it(monkeypatch, platform):
+    monkeypatch.setattr(Target, "current", classmethod(lambda cls: Target(platform)))
+    args = testing.make_inputs(testing.case("one_row")).args
+    with pytest.raises(NotImplementedError, match=platform):
+        paged_attention(*args, implementation="mosaic_gpu")
+
+
+def test_an_import_that_fails_is_a_reason(monkeypatch):
+    broken = dispatch.Implementation("broken", "jax_paged_attn.kernels.absent")
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (broken, *IMPLEMENTATIONS))
+    record = explain(paged_attention, *shapes(), target="cpu")
+    assert record.implementation == "xla"
+    assert "cannot be imported: No module named" in dict(record.passed_over)["broken"]
+
+
+@pytest.mark.parametrize("block_kv", [1, 16, 100, 4096])
+def test_config(block_kv):
+    inputs = testing.make_inputs(testing.case("starts_splits"))
+    config = xla.Config(block_kv=block_kv)
+    options = {"config": config, "implementation": "xla"}
+    result = paged_attention(*inputs.args, return_lse=True, num_splits=3, **inputs.options, **options)
+    testing.assert_close(result, inputs.expected())
+    assert explain(paged_attention, *inputs.args, **options).config == config
+
+
+def test_a_config_checks_itself():
+    for block_kv in (0, -1, 1.5, "64", True):
+        with pytest.raises(ValueError, match=r"^block_kv: expected"):
+            xla.Config(block_kv=block_kv)
+
+
+def test_one_trace_lowers_for_every_platform():
+    args = testing.make_inputs(testing.case("one_row")).args
+    traced = jax.jit(paged_attention).trace(*args)
+    cpu, cuda = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda"))
+    assert "mosaic_gpu" not in cpu
+    assert "mosaic_gpu" in cuda
+    assert "stablehlo.while" in cpu
+
+
+def test_differentiation_names_the_reference():
+    inputs = testing.make_inputs(testing.case("float32"))
+    q, *rest = inputs.args
+
+    def loss(q):
+        return jnp.sum(paged_attention(q, *rest))
+
+    def scanned(q):
+        return jax.lax.scan(lambda total, _: (total + loss(q), None), 0.0, length=2)[0]
+
+    def mapped(q):
+        return jnp.sum(jax.vmap(loss)(q[None]))
+
+    for function in (loss, jax.jit(loss), scanned, mapped):
+        with pytest.raises(NotImplementedError, match=r"jax_paged_attn\.reference\.paged_attention"):
+            jax.grad(function)(q)
+
+
+def test_a_call_without_tangents_may_stand_in_differentiated_code():
+    q, *rest = testing.make_inputs(testing.case("float32"), poison=0.0).args
+
+    def loss(x):
+        frozen = paged_attention(jax.lax.stop_gradient(q), *rest)
+        return jnp.sum(x * jax.lax.stop_gradient(frozen))
+
+    assert jnp.isfinite(jax.grad(loss)(2.0))
+
+
+def test_page_table_of_another_int_dtype():
+    table = PageTable(*(np.array(x, np.int64) for x in ([0, 1, 2**40], [0], [3], [20])))
+    pages = jnp.ones((2, 2, 16, 64))
+    assert paged_attention(jnp.ones((1, 4, 64)), pages, pages, table).shape == (1, 4, 64)
