@@ -81,7 +81,10 @@ def _measurements(generation: Generation, prompts: list[list[int]], page_size: i
     num_decoded = sum(len(answer) - 1 for answer in generation.answers)
     return [
         ("implementation", "; ".join([chosen.implementation, *reasons])),
-        ("pages a layer", f"{generation.peak_pages} of {generation.num_pages} used, {page_size} tokens each"),
+        (
+            "pages a layer",
+            f"{generation.peak_pages} of {generation.num_pages} used at most, {page_size} tokens each",
+        ),
         ("compile", f"{generation.compile_time:.1f} s"),
         ("prefill", _rate(sum(map(len, prompts)), generation.prefill_time)),
         ("decode", _rate(num_decoded, generation.decode_time)),
