@@ -78,7 +78,10 @@ class Target:
 
     @classmethod
     def current(cls) -> "Target":
-        """Describe the device that JAX runs on by default."""
+        """Describe the device that JAX runs on by default, or what `assume_target` says instead."""
+        assumed = _assumed.get()
+        if assumed is not None:
+            return assumed
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(device, str):
             device = jax.devices(device)[0]
@@ -301,25 +304,28 @@ def _run(
     kv_starts: jax.Array | None,
     traced_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
+    q, k_pages, v_pages, traced_scale = _without_derivative(q, k_pages, v_pages, traced_scale)
+    operands = (q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+
     def decode_by(choice):
-        def decode(q, k_pages, v_pages, page_table, kv_starts, traced_scale):
-            sm_scale = static_scale if traced_scale is None else traced_scale
-            return choice.decode(problem, q, k_pages, v_pages, page_table, kv_starts, sm_scale)
+        def decode(*operands):
+            *arrays, traced_scale = operands
+            return choice.decode(problem, *arrays, static_scale if traced_scale is None else traced_scale)
 
         return decode
 
     branches = {platform: decode_by(choice) for platform, choice in choices}
+    if len(branches) == 1:
+        (only,) = branches.values()
+        return only(*operands)
+    # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
+    return jax.lax.platform_dependent(*operands, **branches)
 
-    @jax.custom_jvp
-    def decode(*operands):
-        if len(branches) == 1:
-            (only,) = branches.values()
-            return only(*operands)
-        # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
-        return jax.lax.platform_dependent(*operands, **branches)
 
-    decode.defjvp(_refuse_to_differentiate)
-    return decode(q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+# Around the operands and not the implementation: kernels that update a Ref can't be traced under custom_jvp.
+@jax.custom_jvp
+def _without_derivative(*operands):
+    return operands
 
 
 def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
@@ -327,6 +333,9 @@ def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
         "paged_attention and decode_attention have no derivative; "
         "jax_paged_attn.reference.paged_attention and .decode_attention are differentiable"
     )
+
+
+_without_derivative.defjvp(_refuse_to_differentiate)
 
 
 def _choices_by_platform(
@@ -346,11 +355,11 @@ def _choices_by_platform(
             (("default", elsewhere),) if on_cuda == elsewhere else (("cuda", on_cuda), ("default", elsewhere))
         )
     (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation)
-    if host.platform not in named.interpreted_on:
-        return (("default", _select(problem, host, implementation, config)[0]),)
-    # The interpreter plays a CUDA device, and the same trace can be lowered for a real one.
-    choice, _ = _select(problem, cuda, implementation, config)
-    return ((host.platform, dataclasses.replace(choice, interpret=True)), ("cuda", choice))
+    interpret = host.platform in named.interpreted_on
+    # The interpreter plays a CUDA device. A branch for a real one would not lower beside it, since interpreting
+    # has side effects; `assume_target` is the way to lower an explicit choice for CUDA from another host.
+    choice, _ = _select(problem, cuda if interpret else host, implementation, config)
+    return (("default", dataclasses.replace(choice, interpret=interpret)),)
 
 
 def _select(
@@ -400,6 +409,39 @@ def _record(problem: Problem, implementation: str | None, config: Any, target: T
         deterministic=usage.deterministic,
         passed_over=passed_over,
     )
+
+
+_assumed: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jax_paged_attn_target", default=None)
+
+
+@contextlib.contextmanager
+def assume_target(name: str) -> Iterator[None]:
+    """Make choices as if JAX ran on another device, to trace there for it on a host without one.
+
+    Without it, the default choice already lowers for CUDA from any host, for a Hopper GPU; an explicit
+    ``implementation="mosaic_gpu"`` on a CPU host is interpreted.
+
+    Parameters
+    ----------
+    name : str
+        As `explain`'s ``target``.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from jax_paged_attn import decode_attention, dispatch
+    >>> q = jax.ShapeDtypeStruct((2, 8, 64), "bfloat16")
+    >>> cache = jax.ShapeDtypeStruct((2, 2, 128, 64), "bfloat16")
+    >>> with dispatch.assume_target("sm_90"):
+    ...     lowered = jax.jit(decode_attention).trace(q, cache, cache, 5).lower(lowering_platforms=("cuda",))
+    >>> "mosaic_gpu" in lowered.as_text()
+    True
+    """
+    token = _assumed.set(Target.parse(name))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 _recording: contextvars.ContextVar[tuple[Target, list[Explanation]] | None]

@@ -1,0 +1,119 @@
+"""Which tiles each thread block walks.
+
+All rows' tiles, one row after another, form one list. `BalancedCuts` cut it into parts that differ by at most
+one tile, so that every block has the same work whatever the lengths are. `FixedCuts` cut each row on its own,
+from position 0, so that a row's arithmetic does not depend on its batch mates.
+
+Both are computed inside the kernel, from lengths that only the device knows. The arithmetic is plain jnp over
+an object `rows`, so that tests run the same code without a kernel.
+
+A row that spans several parts leaves one partial result in each. Its first part owns the row; `followers` is
+the number of later parts that go on with it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+
+from .integers import div, rem
+
+i32 = jnp.int32
+
+
+class Rows(Protocol):
+    """What a schedule asks about the batch."""
+
+    def tile_range(self, b: Any) -> tuple[Any, Any]:
+        """[first, end) of the tiles that row `b` reads; a row without keys has one, wholly masked."""
+        ...
+
+    def total(self) -> Any:
+        """Tiles in the whole list."""
+        ...
+
+    def find(self, tile: Any) -> tuple[Any, Any]:
+        """(row that holds the list's `tile`-th tile, tiles of the rows before it)."""
+        ...
+
+
+class Run(NamedTuple):
+    """A part's share of the list: `num_tiles` tiles, from tile `first_tile` of row `row` on."""
+
+    row: Any
+    first_tile: Any
+    num_tiles: Any
+
+
+class BalancedCuts:
+    """`parts` runs of the whole list, equal within one tile; the longer ones come first."""
+
+    def __init__(self, rows: Rows, parts: int):
+        self.rows = rows
+        self.total = rows.total()
+        self.short, self.num_long = div(self.total, parts), rem(self.total, parts)
+
+    def _cut(self, part):
+        return part * self.short + jnp.minimum(part, self.num_long)
+
+    def _part_of(self, tile):
+        in_long = self.num_long * (self.short + 1)
+        return jnp.where(
+            tile < in_long,
+            lax.div(tile, self.short + 1),
+            self.num_long + lax.div(tile - in_long, jnp.maximum(self.short, 1)),
+        )
+
+    def run(self, part) -> Run:
+        begin, end = self._cut(part), self._cut(part + 1)
+        row, before = self.rows.find(begin)
+        first, _ = self.rows.tile_range(row)
+        return Run(row, first + begin - before, end - begin)
+
+    def followers(self, part, row, tiles_done):
+        """How many later parts go on with `row`, which begins in `part` after `tiles_done` of its tiles."""
+        first, end = self.rows.tile_range(row)
+        return self._part_of(self._cut(part) + tiles_done + (end - first) - 1) - part
+
+
+class FixedCuts:
+    """Each row's tiles, from position 0, in `splits` runs of ceil(tiles / splits): row * splits + run."""
+
+    def __init__(self, rows: Rows, splits: int):
+        self.rows, self.splits = rows, splits
+
+    def run(self, part) -> Run:
+        row, split = div(part, self.splits), rem(part, self.splits)
+        first, end = self.rows.tile_range(row)
+        length = div(end + (self.splits - 1), self.splits)
+        begin = jnp.maximum(split * length, first)
+        return Run(row, begin, jnp.maximum(jnp.minimum((split + 1) * length, end) - begin, 0))
+
+    def followers(self, part, row, tiles_done):
+        del part, tiles_done
+        first, end = self.rows.tile_range(row)
+        length = div(end + (self.splits - 1), self.splits)
+        return lax.div(end - 1, length) - lax.div(first, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The static choice: the whole list into `parts`, or with `num_splits` each row into so many."""
+
+    batch: int
+    parts: int
+    num_splits: int | None = None
+
+    @classmethod
+    def balanced(cls, batch: int, parts: int) -> "Schedule":
+        return cls(batch, parts)
+
+    @classmethod
+    def fixed(cls, batch: int, num_splits: int) -> "Schedule":
+        return cls(batch, batch * num_splits, num_splits)
+
+    def cuts(self, rows: Rows) -> BalancedCuts | FixedCuts:
+        if self.num_splits is None:
+            return BalancedCuts(rows, self.parts)
+        return FixedCuts(rows, self.num_splits)

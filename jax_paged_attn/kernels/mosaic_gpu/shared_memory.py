@@ -1,0 +1,63 @@
+"""Shared memory and barriers of a thread block of the decode kernel."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .integers import round_up
+from .layouts import f32
+from .plan import Plan
+from .rows import VectorRows
+
+RESERVED = 3072  # bytes that the compiler adds for reductions across warps, and barriers
+
+
+def swizzle_columns(head_dim: int) -> int:
+    """Columns of a shared-memory tile: the widest of 64, 32, 16 and 8 that divides head_dim."""
+    return next(c for c in (64, 32, 16, 8) if head_dim % c == 0)
+
+
+def shared_tile(shape: tuple[int, ...], dtype: Any, head_dim: int, *, swizzled: bool = False) -> Any:
+    """Shared memory for [.., rows, columns] whose columns hold `head_dim` values and maybe padding.
+
+    Swizzled in groups of 8 rows, matrix operands load from it without bank conflicts. Otherwise rows follow
+    one another; a tiling of one row says so, since with none the compiler would choose one of 8 by itself.
+    """
+    width = swizzle_columns(head_dim)
+    if not swizzled:
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, width)),))
+    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, width)),)
+    if width > 8:
+        transforms += (plgpu.SwizzleTransform(width * dtype.itemsize),)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def scratch_types(plan: Plan) -> dict[str, Any]:
+    """Shared memory and barriers of a thread block, by the name of the body's argument."""
+    p, heads = plan.problem, plan.tile_heads
+    ring = (plan.config.num_stages, plan.config.block_kv)
+    types = {
+        "k_smem": shared_tile((*ring, plan.k_columns), p.dtype, p.head_dim, swizzled=plan.tiling.swizzled),
+        "v_smem": shared_tile((*ring, plan.v_columns), p.dtype, p.v_head_dim, swizzled=plan.tiling.swizzled),
+        "q_smem": shared_tile((2, heads, plan.k_columns), p.dtype, p.head_dim),
+        "p_smem": plgpu.SMEM((plan.config.block_kv, heads), p.dtype),
+        "acc_smem": plgpu.SMEM((plan.v_columns, heads), f32),
+        "out_smem": shared_tile((heads, plan.v_columns), p.dtype, p.v_head_dim),
+        "stats_smem": plgpu.SMEM((2, heads), f32),
+        "kv_ready": plgpu.Barrier(
+            num_barriers=plan.config.num_stages, num_arrivals=2 * plan.tiling.pages_per_tile
+        ),
+        "q_ready": plgpu.Barrier(),
+    }
+    if plan.vector_rows:
+        types["rows_smem"], types["rows_ready"] = VectorRows.scratch(p.batch, p.has_kv_starts)
+    return types
+
+
+def smem_bytes(plan: Plan) -> int:
+    """Shared memory of a thread block, from above: each array starts on a kilobyte."""
+    arrays = [ref for ref in scratch_types(plan).values() if hasattr(ref, "memory_space")]
+    sizes = (math.prod(ref.shape) * np.dtype(ref.dtype).itemsize for ref in arrays)
+    return RESERVED + sum(round_up(size, 1024) for size in sizes)

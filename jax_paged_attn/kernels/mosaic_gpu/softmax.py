@@ -1,0 +1,43 @@
+"""Online softmax over tiles of keys, keys down the rows and query heads across the columns.
+
+After M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867), in
+base 2: scores come multiplied by log2(e), so that the exponential is the hardware's own.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .layouts import along_rows, f32, full
+
+LOG2_E = float(np.log2(np.e))
+LN_2 = float(np.log(2.0))
+# Below every score, yet finite: differences of two of them are 0, not NaN.
+LOWEST = float(np.finfo(np.float32).min)
+
+
+class State(NamedTuple):
+    """What a row has seen: its greatest score, and the sum of its weights, not yet summed over a tile's keys.
+
+    `max_log2` is [heads], `weights` [block_kv, heads].
+    """
+
+    max_log2: jax.Array
+    weights: jax.Array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], layout) -> "State":
+        return cls(full(shape[1:], LOWEST, layout.reduce(0)), full(shape, 0.0, layout))
+
+    def update(self, scores_log2: jax.Array, valid: jax.Array | None) -> tuple["State", jax.Array, jax.Array]:
+        """-> (new state, the tile's weights, the factor [heads] of all that was summed before)."""
+        if valid is not None:
+            scores_log2 = jnp.where(valid, scores_log2, f32(LOWEST))
+        max_log2 = jnp.maximum(self.max_log2, scores_log2.max(axis=0))
+        rescale = jnp.exp2(self.max_log2 - max_log2)
+        p = jnp.exp2(scores_log2 - along_rows(max_log2, scores_log2.shape))
+        if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
+            p = jnp.where(valid, p, f32(0))
+        return State(max_log2, self.weights * along_rows(rescale, self.weights.shape) + p), p, rescale
