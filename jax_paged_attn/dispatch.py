@@ -356,8 +356,8 @@ def _choices_by_platform(
         )
     (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation)
     interpret = host.platform in named.interpreted_on
-    # The interpreter plays a CUDA device. A branch for a real one would not lower beside it, since interpreting
-    # has side effects; `assume_target` is the way to lower an explicit choice for CUDA from another host.
+    # The interpreter plays a CUDA device. A branch for a real one would not lower beside it, as interpreting
+    # has side effects; `assume_target` is the way to lower an explicit choice for CUDA elsewhere.
     choice, _ = _select(problem, cuda if interpret else host, implementation, config)
     return (("default", dataclasses.replace(choice, interpret=interpret)),)
 
@@ -411,7 +411,8 @@ def _record(problem: Problem, implementation: str | None, config: Any, target: T
     )
 
 
-_assumed: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jax_paged_attn_target", default=None)
+_assumed: contextvars.ContextVar[Target | None]
+_assumed = contextvars.ContextVar("jax_paged_attn_target", default=None)
 
 
 @contextlib.contextmanager
