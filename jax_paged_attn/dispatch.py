@@ -338,6 +338,10 @@ def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
 _without_derivative.defjvp(_refuse_to_differentiate)
 
 
+# What the interpreter plays: a small device, since every block takes time.
+_INTERPRETED = Target.cuda(_DEFAULT_CUDA, core_count=4)
+
+
 def _choices_by_platform(
     problem: Problem, implementation: str | None, config: Any, host: Target
 ) -> tuple[tuple[str, _Choice], ...]:
@@ -356,9 +360,9 @@ def _choices_by_platform(
         )
     (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation)
     interpret = host.platform in named.interpreted_on
-    # The interpreter plays a CUDA device. A branch for a real one would not lower beside it, as interpreting
-    # has side effects; `assume_target` is the way to lower an explicit choice for CUDA elsewhere.
-    choice, _ = _select(problem, cuda if interpret else host, implementation, config)
+    # A branch for a real device would not lower beside an interpreted one, as interpreting has side effects;
+    # `assume_target` is the way to lower an explicit choice for CUDA elsewhere.
+    choice, _ = _select(problem, _INTERPRETED if interpret else host, implementation, config)
     return (("default", dataclasses.replace(choice, interpret=interpret)),)
 
 
@@ -395,7 +399,7 @@ def _select(
 def _record(problem: Problem, implementation: str | None, config: Any, target: Target) -> Explanation:
     named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation]
     interpreted = any(target.platform in candidate.interpreted_on for candidate in named)
-    played = Target.parse("cuda") if interpreted else target
+    played = _INTERPRETED if interpreted else target
     choice, passed_over = _select(problem, played, implementation, config)
     usage = choice.implementation.load().usage(problem, choice.config)
     return Explanation(
