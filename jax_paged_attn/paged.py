@@ -51,7 +51,8 @@ def paged_attention(
         Whether to return the log-sum-exp of the scores too.
     num_splits : int, optional
         Cuts each row into this many runs of tiles, from position 0 and merged in order: then a row's bits
-        don't depend on its batch mates or on any capacity. None lets the implementation cut.
+        don't depend on its batch mates or on any capacity ("xla": among calls of one shape, as XLA may order
+        sums by the shape). None lets the implementation cut.
     validate_values : bool
         Also check page ids, lengths and `kv_starts`: ValueError for concrete arrays,
         `jax.experimental.checkify` checks for traced ones.
