@@ -8,16 +8,17 @@ from jax.typing import ArrayLike
 
 from jax_paged_attn import paged, validation
 from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import Ints
 
 
 def decode_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
     v_cache: ArrayLike,
-    kv_lens: ArrayLike,
+    kv_lens: Ints,
     *,
     sm_scale: ArrayLike | None = None,
-    kv_starts: ArrayLike | None = None,
+    kv_starts: Ints | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
     num_splits: int | None = None,

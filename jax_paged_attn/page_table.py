@@ -4,9 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from jax_paged_attn import validation
+from jax_paged_attn.validation import Ints
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class PageTable:
     kv_lens: jax.Array
 
     @classmethod
-    def from_block_tables(cls, block_tables: ArrayLike, seq_lens: ArrayLike) -> "PageTable":
+    def from_block_tables(cls, block_tables: Ints, seq_lens: Ints) -> "PageTable":
         """Build a page table from a padded block table, as vLLM and FlashAttention use.
 
         Parameters
@@ -86,9 +86,9 @@ class PageTable:
     @classmethod
     def from_csr(
         cls,
-        indptr: ArrayLike,
-        indices: ArrayLike,
-        last_page_len: ArrayLike,
+        indptr: Ints,
+        indices: Ints,
+        last_page_len: Ints,
         *,
         page_size: int,
         validate_values: bool = False,

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from jax_paged_attn import dispatch, validation
 from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import Ints
 
 
 def paged_attention(
@@ -16,7 +17,7 @@ def paged_attention(
     page_table: PageTable,
     *,
     sm_scale: ArrayLike | None = None,
-    kv_starts: ArrayLike | None = None,
+    kv_starts: Ints | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -116,7 +117,7 @@ def attend(
     page_table: PageTable,
     *,
     sm_scale: ArrayLike | None,
-    kv_starts: ArrayLike | None,
+    kv_starts: Ints | None,
     kv_layout: str,
     return_lse: bool,
     num_splits: int | None,

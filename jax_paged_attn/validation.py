@@ -7,6 +7,7 @@ become `jax.experimental.checkify` checks on traced ones.
 
 import dataclasses
 import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,9 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jax_paged_attn.page_table import PageTable
+
+# What an integer argument may be: lists too, as tables are often built on the host.
+type Ints = ArrayLike | Sequence[Any]
 
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -91,8 +91,8 @@ def test_float32_is_as_exact_as_highest_precision_jnp():
 def test_numpy_inputs(implementation):
     inputs = testing.make_inputs(testing.case("one_token"))
     q, k, v, table = inputs.args
-    table = jax.tree.map(np.asarray, table)
-    out = paged_attention(*map(np.asarray, (q, k, v)), table, implementation=implementation)
+    q, k, v, table = jax.tree.map(np.asarray, (q, k, v, table))
+    out = paged_attention(q, k, v, table, implementation=implementation)
     assert isinstance(out, jax.Array)
     chex.assert_trees_all_equal(out, inputs.call(jax_paged_attn, implementation=implementation)[0])
 

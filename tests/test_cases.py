@@ -178,7 +178,7 @@ def test_paged_equals_unpaged(implementation):
 def test_the_same_tokens_in_pages_of_any_size(implementation):
     """Flashinfer 4347, 490; vllm PR 38502 (page 2048)."""
     q, tokens = normal(1, 2, 64), [normal(1, 150, 1, 64, seed=seed) for seed in (1, 2)]
-    expected = reference.decode_attention(q, *tokens, 150, kv_layout="NHD", return_lse=True)
+    expected = reference.decode_attention(q, *tokens, kv_lens=150, kv_layout="NHD", return_lse=True)
     results = []
     for page_size in (1, 8, 16, 64, 128, 256, 2048):
         order = np.random.default_rng(page_size).permutation(-(-150 // page_size))

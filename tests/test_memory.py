@@ -10,7 +10,9 @@ BATCH, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 8, 2, 64, 16
 
 
 def temp_bytes(fn, *arguments):
-    return jax.jit(fn).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(fn).lower(*arguments).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def arguments(kv_layout, dtype, num_pages):

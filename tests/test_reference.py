@@ -93,9 +93,8 @@ def test_unbatched_is_a_batch_of_one():
     (q, k, v, table), (out, lse) = inputs.args, inputs.expected()
     row = PageTable(table.indices, table.row_starts[0], table.row_pages[0], table.kv_lens[0])
     assert_exact(reference.paged_attention(q[0], k, v, row, return_lse=True), (out[0], lse[0]))
-    cache = k[:1], v[:1]
-    batched = reference.decode_attention(q, *cache, 9)
-    alone = reference.decode_attention(q[0], *(c[0] for c in cache), 9)
+    batched = reference.decode_attention(q, k[:1], v[:1], 9)
+    alone = reference.decode_attention(q[0], k[0], v[0], 9)
     assert_exact([alone], [batched[0]])
 
 
@@ -168,4 +167,3 @@ def test_merge_gradients_are_finite():
         return jnp.sum(out) + jnp.sum(jnp.where(jnp.isinf(lse), 0.0, lse))
 
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1))(outs, lses))
-

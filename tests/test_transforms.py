@@ -135,7 +135,7 @@ def test_an_eager_call_compiles_once_a_shape(implementation):
     sizes = []
     for seed in (0, 1):
         bind(implementation)(*inputs(batch=2, width=2, seed=seed))
-        sizes.append(dispatch._run._cache_size())
+        sizes.append(dispatch._run._cache_size())  # pyright: ignore[reportAttributeAccessIssue]
     assert sizes[0] == sizes[1]
 
 

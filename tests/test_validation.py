@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,13 @@ from jax.experimental import checkify
 from jax_paged_attn import PageTable, decode_attention, paged_attention
 
 TABLE = PageTable.from_block_tables([[0, 1], [2, 3]], [20, 3])
-PAGED = {
+PAGED: dict[str, Any] = {
     "q": jnp.ones((2, 4, 64)),
     "k_pages": jnp.ones((5, 2, 16, 64)),
     "v_pages": jnp.ones((5, 2, 16, 64)),
     "page_table": TABLE,
 }
-CONTIGUOUS = {
+CONTIGUOUS: dict[str, Any] = {
     "q": jnp.ones((2, 4, 64)),
     "k_cache": jnp.ones((2, 2, 16, 64)),
     "v_cache": jnp.ones((2, 2, 16, 64)),
@@ -23,7 +24,7 @@ CONTIGUOUS = {
 }
 
 
-def table_with(**fields):
+def table_with(**fields) -> dict[str, Any]:
     return {"page_table": dataclasses.replace(TABLE, **fields)}
 
 
@@ -113,8 +114,9 @@ def test_decode_attention_names_the_wrong_argument(change, name):
 
 
 def test_heads_that_do_not_divide():
+    mistake: dict[str, Any] = {"q": jnp.ones((2, 5, 64))}
     with pytest.raises(ValueError, match="num_kv_heads=2, got num_q_heads=5"):
-        paged_attention(**(PAGED | {"q": jnp.ones((2, 5, 64))}))
+        paged_attention(**(PAGED | mistake))
 
 
 def test_float64_is_refused():
@@ -151,7 +153,7 @@ BAD_VALUES = [
     ({"kv_starts": ints(-1, 0)}, "kv_starts"),
     ({"kv_starts": ints(0, 4)}, "kv_starts"),
 ]
-GOOD_VALUES = [
+GOOD_VALUES: list[dict[str, Any]] = [
     {},
     table_with(indices=ints(0, 1, 2, -1)),
     table_with(indices=ints(0, 1, 2, 2**31 - 1)),
