@@ -1,0 +1,88 @@
+"""Page tables whose values make no sense: clipped as documented, alike by every implementation."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_paged_attn
+from jax_paged_attn import PageTable, dispatch, paged_attention, reference, testing
+from jax_paged_attn.validation import LAYOUT_AXES
+
+NAMES = [implementation.name for implementation in dispatch.IMPLEMENTATIONS]
+LOWEST, GREATEST = -(2**31), 2**31 - 1
+NUM_PAGES, PAGES_PER_ROW = 9, 3
+UNREACHABLE = (1, 2)  # pages that hold NaN
+
+
+def hostile_inputs(batch, page_size, kv_layout, has_kv_starts, num_splits):
+    """Tables in which every field has values out of range, also in entries that a row uses."""
+    rng = np.random.default_rng((batch, page_size))
+    num_entries, capacity = batch * PAGES_PER_ROW, PAGES_PER_ROW * page_size
+
+    def spoil(values, *absurd):
+        values = np.array(values, np.int32)
+        values[rng.permutation(values.size)[: len(absurd)]] = absurd
+        return jnp.asarray(values)
+
+    reachable = [page for page in range(NUM_PAGES) if page not in UNREACHABLE]
+    table = PageTable(
+        indices=spoil(rng.choice(reachable, num_entries), -1, -7, LOWEST, NUM_PAGES, 1000, GREATEST),
+        row_starts=spoil(np.arange(batch) * PAGES_PER_ROW, -2, LOWEST, num_entries - 1, GREATEST - 100),
+        row_pages=spoil(np.full(batch, PAGES_PER_ROW), -1, LOWEST, num_entries + 1),
+        kv_lens=spoil(rng.integers(0, capacity + 1, batch), -1, LOWEST, capacity + 1, GREATEST),
+    )
+    sizes = {"num_pages": NUM_PAGES, "num_kv_heads": 2, "page_size": page_size, "head_dim": 64}
+    axes = LAYOUT_AXES[kv_layout]
+    pools = rng.standard_normal((2, *(sizes[axis] for axis in axes)))
+    np.moveaxis(pools, axes.index("num_pages") + 1, 0)[list(UNREACHABLE)] = np.nan
+    q = rng.standard_normal((batch, 4, 64))
+    options = {"kv_layout": kv_layout}
+    if has_kv_starts:
+        options["kv_starts"] = spoil(rng.integers(0, capacity, batch), -5, LOWEST, capacity, 2**30)
+    arrays = (jnp.asarray(x, jnp.bfloat16) for x in (q, *pools))
+    return testing.Inputs("paged_attention", (*arrays, table), options, {"num_splits": num_splits})
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param((6, 16, "HND", False, None), marks=pytest.mark.newest),
+        (6, 100, "NHD", True, None),
+        (6, 12, "HPND", True, 2),
+        (40, 8, "HND", True, None),  # rows enough for the vector schedule
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", NAMES)
+def test_absurd_tables(inputs, implementation):
+    inputs = hostile_inputs(*inputs)
+    expected = inputs.expected()
+    assert np.isfinite(expected[0]).all()
+    testing.assert_close(inputs.call(jax_paged_attn, implementation=implementation), expected)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(
+            "mosaic_gpu", marks=pytest.mark.xfail(reason="a start within 63 of 2**31 - 1 wraps around")
+        ),
+        "xla",
+    ],
+)
+def test_starts_past_every_key(implementation):
+    """As a mask of whole rows: here of keys that fill their tiles."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16)
+        for s in ((3, 4, 64), (4, 2, 64, 64), (4, 2, 64, 64))
+    )
+    table = PageTable.from_block_tables(np.array([[2, 3], [0, 1], [3, 3]]), np.array([64, 128, 128]))
+    starts = jnp.array([GREATEST, GREATEST - 62, 64], jnp.int32)
+    out, lse = paged_attention(
+        q, k, v, table, kv_starts=starts, return_lse=True, implementation=implementation
+    )
+    expected = reference.paged_attention(q, k, v, table, kv_starts=starts, return_lse=True)
+    testing.assert_close((out, lse), expected)
+    assert jnp.isneginf(lse[:2]).all()
+    assert not out[:2].any()
