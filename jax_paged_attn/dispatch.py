@@ -393,6 +393,10 @@ def _select(
         config = module.default_config(problem, target)
     expected = f"a {chosen.module}.Config for implementation {chosen.name!r}"
     validation.check(isinstance(config, module.Config), "config", expected, repr(config))
+    if target.smem_bytes:
+        smem_bytes = module.usage(problem, config).smem_bytes
+        expected = f"one that takes at most {target.smem_bytes} bytes of shared memory"
+        validation.check(smem_bytes <= target.smem_bytes, "config", expected, f"{config}, {smem_bytes} bytes")
     return _Choice(chosen, config), tuple(passed_over)
 
 

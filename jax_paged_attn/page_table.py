@@ -153,9 +153,16 @@ class PageTable:
         """Turn an unbatched table into a batch of one row."""
         return PageTable(self.indices, self.row_starts[None], self.row_pages[None], self.kv_lens[None])
 
-    def clipped_lens(self, page_size: int) -> jax.Array:
-        """Clip the lengths to ``[0, row_pages * page_size]``; int32[batch]."""
-        pages = jnp.clip(self.row_pages, 0, self.indices.shape[0])
+    def clipped(self, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """Clip rows to the entries that exist, and lengths to the tokens that a row's own entries hold.
+
+        Returns
+        -------
+        row_starts, kv_lens : int32[batch]
+        """
+        num_entries = self.indices.shape[0]
+        row_starts = jnp.clip(self.row_starts, 0, num_entries)
+        pages = jnp.clip(self.row_pages, 0, num_entries - row_starts)
         lens = jnp.maximum(self.kv_lens, 0)
         # The product is taken only where it is below lens: elsewhere it could overflow int32.
-        return jnp.where(-(-lens // page_size) <= pages, lens, pages * page_size)
+        return row_starts, jnp.where(-(-lens // page_size) <= pages, lens, pages * page_size)

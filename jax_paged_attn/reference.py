@@ -28,7 +28,7 @@ def paged_attention(
     k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
     q, (num_pages, page_size, _, head_dim) = jnp.asarray(q), k_pages.shape
     sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
-    indices, kv_lens = page_table.indices, page_table.clipped_lens(page_size)
+    indices, (row_starts, kv_lens) = page_table.indices, page_table.clipped(page_size)
     kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)
     positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
 
@@ -42,7 +42,7 @@ def paged_attention(
     if num_pages == 0 or positions.size == 0:
         out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
     else:
-        rows = (q, page_table.row_starts, kv_lens, kv_starts)
+        rows = (q, row_starts, kv_lens, kv_starts)
         out = attend(rows) if q.ndim == 2 else jax.lax.map(attend, rows)
     return out if return_lse else out[0]
 

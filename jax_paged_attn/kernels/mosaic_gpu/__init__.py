@@ -3,9 +3,11 @@
 `decode_kernel.py` is the kernel, `merge_kernel.py` its second launch; `config.py` chooses their tiles.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.page_table import PageTable
@@ -14,8 +16,8 @@ from jax_paged_attn.validation import Problem
 from .config import default_config, usage, why_not
 from .decode_kernel import launch
 from .merge_kernel import merge
-from .plan import Config, Plan
-from .rows import TableRefs
+from .plan import MAX_ROWS, Config, Plan
+from .rows import Table
 
 __all__ = ["Config", "decode", "default_config", "usage", "why_not"]
 
@@ -33,12 +35,22 @@ def decode(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
-    plan = Plan(problem, config)
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
-    table = TableRefs(
-        page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens, kv_starts
+    launches = []
+    for start in range(0, problem.batch, MAX_ROWS):
+        rows = slice(start, start + MAX_ROWS)
+        table = Table(
+            page_table.indices,
+            page_table.row_starts[rows],
+            page_table.row_pages[rows],
+            page_table.kv_lens[rows],
+            None if kv_starts is None else kv_starts[rows],
+        )
+        plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
+        results = launch(plan, q[rows], k_pages, v_pages, table, sm_scale, interpret=params)
+        if problem.num_splits != 1:  # else no row is ever cut
+            results = merge(plan, results, interpret=params)
+        launches.append((results["out"], results.get("lse")))
+    return (
+        launches[0] if len(launches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches)
     )
-    results = launch(plan, q, k_pages, v_pages, table, sm_scale, interpret=params)
-    if plan.schedule.num_splits != 1:  # else no row is ever cut
-        results = merge(plan, results, interpret=params)
-    return results["out"], results.get("lse")

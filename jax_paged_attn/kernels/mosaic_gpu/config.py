@@ -7,26 +7,30 @@ from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
 from jax_paged_attn.validation import Problem
 
-from .plan import Config, Plan
+from .plan import MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-# K and V on their way to one multiprocessor. On an H200 128 KB in two blocks was best; more blocks, more
-# stages or larger tiles each lost 1 to 7%.
-BYTES_IN_FLIGHT = 128 * 1024
+# Blocks a multiprocessor, and tiles in flight in each. On an H200 at head_dim 128 (32 KB a tile) more blocks,
+# more stages or larger tiles each lost 1 to 7%; at head_dim 64, 3 or 4 stages lost 1 to 2%.
 BLOCKS_PER_CORE = 2
-MAX_STAGES = 4
+STAGES = 2
 # Parts given up at most so that equal rows end where parts end (H200: 256 blocks for 264, 0.5 to 3% faster
 # where lengths are equal, 0.8% slower where they differ).
 PARTS_GIVEN_UP = 0.05
 
 
+def one_launch(problem: Problem) -> Problem:
+    """The part of a batch that one launch takes."""
+    return dataclasses.replace(problem, batch=min(problem.batch, MAX_ROWS))
+
+
 def usage(problem: Problem, config: Config) -> Usage:
     """What a launch takes."""
-    plan = Plan(problem, config)
+    plan = Plan(one_launch(problem), config)
     floats = sum(math.prod(shape) for shape in plan.partial_shapes().values())
-    return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * floats + 8 * plan.schedule.parts)
+    return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * floats + 12 * plan.num_cut_rows)
 
 
 def why_not(problem: Problem, target: Target) -> str | None:
@@ -41,8 +45,12 @@ def why_not(problem: Problem, target: Target) -> str | None:
         if dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             supported = f"multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return f"{name} {dim} unsupported; supported: {supported}"
-    if problem.num_entries * problem.page_size >= 2**31:
+    smallest = Config(num_stages=1)
+    if problem.num_entries * problem.page_size >= 2**31 - smallest.block_kv:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
+    needed = usage(problem, smallest).smem_bytes
+    if needed > target.smem_bytes:
+        return f"needs {needed} bytes of shared memory, more than the {target.smem_bytes} of {target}"
     return None
 
 
@@ -52,18 +60,13 @@ def default_config(problem: Problem, target: Target) -> Config:
     Only shapes count: lengths are known on the device alone. The tile never depends on a capacity, so that
     with `num_splits` a row's bits don't either.
     """
-    config = Config()
-    tile_bytes = smem_bytes(Plan(problem, Config(num_stages=2))) - smem_bytes(Plan(problem, config))
-    stages = min(max(BYTES_IN_FLIGHT // BLOCKS_PER_CORE // tile_bytes, 2), MAX_STAGES)
-    while True:
-        plan = Plan(problem, dataclasses.replace(config, num_stages=stages))
-        if smem_bytes(plan) <= target.smem_bytes or stages == 1:
-            break
-        stages -= 1
-    per_core = max(min(BLOCKS_PER_CORE, target.smem_bytes // smem_bytes(plan)), 1)
+    problem = one_launch(problem)
+    plans = [Plan(problem, Config(num_stages=stages)) for stages in range(STAGES, 0, -1)]
+    plan = next(plan for plan in plans if smem_bytes(plan) <= target.smem_bytes)
+    per_core = min(BLOCKS_PER_CORE, target.smem_bytes // smem_bytes(plan))
     parts = max(per_core * target.core_count // plan.heads, 1)
     even = (n for n in range(parts, 0, -1) if n % problem.batch == 0 or problem.batch % n == 0)
     best = next(even, parts)
     if best >= (1 - PARTS_GIVEN_UP) * parts:
         parts = best
-    return dataclasses.replace(config, num_stages=stages, num_parts=parts)
+    return dataclasses.replace(plan.config, num_parts=parts)

@@ -23,9 +23,21 @@ MMA_DEPTH = 16  # the step of the summed dimension, for 2-byte operands
 # One int32 a thread.
 LANES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
-# [heads, head_dim] with a row's neighbours in neighbouring lanes: what an output tile is turned into.
+# A piece of an output, [columns of head_dim, heads], as it lies in memory: a warp has 4 rows of 8 neighbours.
+PIECE_ROWS = 16
+PIECE = plgpu.Layout.TILED(
+    plgpu.Tiling(((PIECE_ROWS, MMA_COLUMNS), (PIECE_ROWS // NUM_WARPS, MMA_COLUMNS), (1,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+# The same piece turned, [heads, columns], to be stored as a part of an output row.
 TURNED = plgpu.Layout.TILED(
-    plgpu.Tiling(((MMA_COLUMNS, 64), (2, 32), (1,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((MMA_COLUMNS, PIECE_ROWS), (MMA_COLUMNS // NUM_WARPS, PIECE_ROWS), (1,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
 )
 
 

@@ -1,12 +1,12 @@
 """Asynchronous copies of K and V tiles from the page pools, driven by the page table through `BlockSpec`s.
 
-The index_map of `page_spec` is the only code that turns "copy j of tile t of row b" into a place in the pool.
-`TileLoader` issues the copies in the order in which a part walks its tiles, across the ends of rows, a few
-tiles ahead of the arithmetic.
+A part walks its tiles across the ends of rows, and two cursors run ahead of the arithmetic on the same walk:
+one fetches the table entries of each tile, the other, a few tiles behind it, looks the page ids up in what
+came and copies the pages. Under load the table's latency is the memory's, as long as several tiles take:
+fetched just before they are needed, page ids would hold up every copy.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,19 +14,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .rows import BatchRows
+from .integers import rem, round_up
+from .rows import BatchRows, Row
+from .schedule import Run
 from .tiling import Tiling
 
 i32 = jnp.int32
-# Up to so many page ids are read one tile before they are needed, which hides the table's latency; more would
-# not fit in registers and are read when the copies are issued.
-MAX_PAGES_AHEAD = 8
+ENTRIES_AHEAD = 4  # tiles between the two cursors
+ENTRY_GROUP = 4  # copies begin at multiples of 16 bytes (an illegal instruction otherwise) and have as many
+ENTRY_PITCH = 32  # table entries between two copies' targets, which lie 128 bytes apart
 
 
-def page_spec(
-    kv_layout: str, tiling: Tiling, columns: int, page_of: Callable[..., Any], head: Any
-) -> plgpu.BlockSpec:
-    """Describe the block of a pool that one copy brings: `copy_rows` keys of one page for one kv head.
+def _entries_per_copy(tiling: Tiling) -> int:
+    return round_up(tiling.pages_per_tile + ENTRY_GROUP - 1, ENTRY_GROUP)
+
+
+def entry_spec(tiling: Tiling) -> plgpu.BlockSpec:
+    """Describe the groups of the flat page table with the entries that a tile needs, by (row, tile)."""
+
+    def index_map(row: Row, tile):
+        first = row.table_start + tiling.first_page(tile)
+        return (first - rem(first, ENTRY_GROUP),)
+
+    return plgpu.BlockSpec((pl.Element(_entries_per_copy(tiling)),), index_map)
+
+
+def page_spec(kv_layout: str, tiling: Tiling, columns: int, num_pages: int, head: Any) -> plgpu.BlockSpec:
+    """Describe the block of a pool that one copy brings, by (row, tile, copy, the tile's table entries).
 
     Parameters
     ----------
@@ -36,8 +50,8 @@ def page_spec(
         How keys fall into tiles.
     columns : int
         head_dim as it lies in shared memory; what lies past the pool's head_dim reads as 0.
-    page_of : callable
-        (row, entry of the row's table, kv_len) -> physical page id.
+    num_pages : int
+        Pages of the pool.
     head : scalar
         The kv head.
     """
@@ -48,8 +62,12 @@ def page_spec(
         "HPND": (None, None, rows, columns),  # [num_kv_heads, num_pages, page_size, head_dim]
     }[kv_layout]
 
-    def index_map(b, tile, copy, kv_len):
-        page = page_of(b, tiling.first_page(tile) + copy, kv_len)
+    def index_map(row: Row, tile, copy: int, entries: list[Any]):
+        page = entries[copy]
+        if copy > 0:  # entries past the row's last page are never trusted: the tile's first page stands in
+            used = (tiling.first_page(tile) + copy) * tiling.page_size < row.kv_len
+            page = jnp.where(used, page, entries[0])
+        page = jnp.clip(page, 0, num_pages - 1)
         block = tiling.block_in_page(tile)
         return {
             "HND": (page, head, block, zero),
@@ -64,7 +82,9 @@ def window(spec: plgpu.BlockSpec, gmem: Any, block_index: tuple[Any, ...]) -> An
     """The part of `gmem` that `spec` describes at `block_index`."""
     at = []
     for index, size, dim in zip(block_index, spec.block_shape or (), gmem.shape, strict=True):
-        if not isinstance(size, int):
+        if isinstance(size, pl.Element):
+            at.append(pl.ds(index, size.block_size))
+        elif not isinstance(size, int):
             at.append(index)
         else:
             # Only a start that isn't constant may let the block reach past the array's end.
@@ -73,66 +93,99 @@ def window(spec: plgpu.BlockSpec, gmem: Any, block_index: tuple[Any, ...]) -> An
 
 
 class Cursor(NamedTuple):
-    """The next tile to load: tiles `left`, row, tile, the row's last tile + 1, its length, the blocks."""
+    """A place on a part's walk: tiles done, tiles left, the row, the tile."""
 
+    done: Any
     left: Any
-    row: Any
+    row: Row
     tile: Any
-    end: Any
-    kv_len: Any
-    blocks: tuple[Any, ...]
+
+
+class Cursors(NamedTuple):
+    """The next tile whose table entries to fetch, and the next one to copy."""
+
+    entries: Cursor
+    pages: Cursor
 
 
 @dataclasses.dataclass(frozen=True)
 class TileLoader:
     """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there."""
 
-    spec_k: plgpu.BlockSpec
-    spec_v: plgpu.BlockSpec
+    entries: plgpu.BlockSpec
+    k_pages: plgpu.BlockSpec
+    v_pages: plgpu.BlockSpec
     tiling: Tiling
     rows: BatchRows
+    num_stages: int
+    indices_gmem: Any
     k_gmem: Any
     v_gmem: Any
+    entries_smem: Any
     k_smem: Any
     v_smem: Any
+    entries_ready: Any
     kv_ready: Any
 
-    def _look_up(self, row, tile, kv_len) -> tuple[Any, ...]:
-        index_map = self.spec_k.index_map
-        assert index_map is not None
-        return tuple(index_map(row, tile, copy, kv_len) for copy in range(self.tiling.pages_per_tile))
+    @staticmethod
+    def scratch(tiling: Tiling, num_stages: int) -> dict[str, Any]:
+        """Shared memory of the fetched table entries, and the barriers of all copies."""
+        # A slot is filled again when the tile after its own is being copied; all are filled once before that.
+        slots = num_stages + ENTRIES_AHEAD
+        return {
+            "entries_smem": plgpu.SMEM((slots, round_up(_entries_per_copy(tiling), ENTRY_PITCH)), i32),
+            "entries_ready": plgpu.Barrier(num_barriers=slots),
+            "kv_ready": plgpu.Barrier(num_barriers=num_stages, num_arrivals=2 * tiling.pages_per_tile),
+        }
 
-    def _at(self, left, row, tile) -> Cursor:
-        kv_len = self.rows.kv_len(row)
-        _, end = self.rows.tile_range(row)
-        ahead = self.tiling.pages_per_tile <= MAX_PAGES_AHEAD
-        return Cursor(left, row, tile, end, kv_len, self._look_up(row, tile, kv_len) if ahead else ())
+    def start(self, run: Run) -> Cursors:
+        """Fetch the entries of the run's first tiles and start copying as many as the ring holds."""
+        first = Cursor(i32(0), run.num_tiles, run.row, run.first_tile)
+        slots = self.entries_smem.shape[0]
+        entries = lax.fori_loop(0, slots, lambda _, cursor: self._fetch_entries(cursor), first)
+        pages = lax.fori_loop(0, self.num_stages, lambda _, cursor: self._copy_pages(cursor), first)
+        return Cursors(entries, pages)
 
-    def start(self, run) -> Cursor:
-        return self._at(run.num_tiles, run.row, run.first_tile)
+    def load(self, cursors: Cursors) -> Cursors:
+        """Go on by a tile: its slot's last reader must be done with it."""
+        pages = self._copy_pages(cursors.pages)
+        return Cursors(self._fetch_entries(cursors.entries), pages)
 
-    def load(self, cursor: Cursor, slot) -> Cursor:
-        """Start copying the cursor's tile, if one is left, into `slot`; -> the cursor of the next tile."""
+    def _next(self, cursor: Cursor) -> Cursor:
+        row_ends = cursor.tile + 1 >= cursor.row.end_tile
+        row = lax.cond(row_ends, lambda: self.rows.row(cursor.row.index + 1), lambda: cursor.row)
+        tile = jnp.where(row_ends, row.first_tile, cursor.tile + 1)
+        return Cursor(cursor.done + 1, cursor.left - 1, row, tile)
+
+    def _fetch_entries(self, cursor: Cursor) -> Cursor:
+        slot = rem(cursor.done, self.entries_smem.shape[0])
 
         @pl.when(cursor.left > 0)
         def _():
-            blocks = cursor.blocks or self._look_up(cursor.row, cursor.tile, cursor.kv_len)
+            assert self.entries.index_map is not None
+            source = window(self.entries, self.indices_gmem, self.entries.index_map(cursor.row, cursor.tile))
+            target = self.entries_smem.at[slot, pl.ds(0, source.shape[0])]
+            plgpu.copy_gmem_to_smem(source, target, self.entries_ready.at[slot])
+
+        return self._next(cursor)
+
+    def _copy_pages(self, cursor: Cursor) -> Cursor:
+        slot, entry_slot = rem(cursor.done, self.num_stages), rem(cursor.done, self.entries_smem.shape[0])
+
+        @pl.when(cursor.left > 0)
+        def _():
+            plgpu.barrier_wait(self.entries_ready.at[entry_slot])
+            skip = rem(cursor.row.table_start + self.tiling.first_page(cursor.tile), ENTRY_GROUP)
+            entries = [self.entries_smem[entry_slot, skip + j] for j in range(self.tiling.pages_per_tile)]
+            index_map = self.k_pages.index_map  # V's pages lie where K's do
+            assert index_map is not None
+            blocks = [index_map(cursor.row, cursor.tile, j, entries) for j in range(len(entries))]
             for spec, gmem, smem in (
-                (self.spec_k, self.k_gmem, self.k_smem),
-                (self.spec_v, self.v_gmem, self.v_smem),
+                (self.k_pages, self.k_gmem, self.k_smem),
+                (self.v_pages, self.v_gmem, self.v_smem),
             ):
                 for j, block in enumerate(blocks):
-                    plgpu.copy_gmem_to_smem(
-                        window(spec, gmem, block),
-                        smem.at[slot, pl.ds(j * self.tiling.pitch, self.tiling.copy_rows)],
-                        self.kv_ready.at[slot],
-                    )
+                    target = smem.at[slot, pl.ds(j * self.tiling.pitch, self.tiling.copy_rows)]
+                    plgpu.copy_gmem_to_smem(window(spec, gmem, block), target, self.kv_ready.at[slot])
 
-        row_ends = cursor.tile + 1 >= cursor.end
-        row = jnp.where(row_ends, cursor.row + 1, cursor.row)
-        first, _ = self.rows.tile_range(row)
-        return self._at(cursor.left - 1, row, jnp.where(row_ends, first, cursor.tile + 1))
-
-
-def ring_slot(step, num_stages: int):
-    return lax.rem(step, i32(num_stages))
+        return self._next(cursor)

@@ -5,7 +5,7 @@ import dataclasses
 from jax_paged_attn.validation import Problem
 
 from .integers import ceil_div, round_up
-from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS
+from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS
 from .schedule import Schedule
 from .tiling import Tiling
 
@@ -13,6 +13,8 @@ MAX_TILE_HEADS = 16  # query heads of a tile: more do not leave registers for q 
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
 MAX_SCALAR_ROWS = 32
+MAX_ROWS = 512  # rows of one launch: each takes shared memory
+MAX_MERGE_BLOCKS = 264  # 2 a multiprocessor of an H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,35 @@ class Plan:
     def vector_rows(self) -> bool:
         """Whether all rows' lengths are summed as vectors; a fixed split needs no sums over rows."""
         return self.problem.num_splits is None and self.problem.batch > MAX_SCALAR_ROWS
+
+    @property
+    def cut_row_of_each_row(self) -> bool:
+        """Whether each row, rather than each part, has an entry in the list of cut rows."""
+        return self.problem.batch <= self.schedule.parts
+
+    @property
+    def num_cut_rows(self) -> int:
+        """Entries in the list of cut rows: a part's end cuts at most one row."""
+        return min(self.problem.batch, self.schedule.parts)
+
+    @property
+    def pieces_per_row(self) -> int:
+        """Pieces that a row is cut into where all rows are equal, rounded up to a power of two."""
+        return 1 << (ceil_div(self.schedule.parts, self.problem.batch) - 1).bit_length()
+
+    @property
+    def merge_slices(self) -> int:
+        """Blocks that share the merge of one cut row: more where rows are few and cut into many pieces."""
+        slices = 1
+        if self.v_columns != self.problem.v_head_dim:
+            return slices
+        while (
+            2 * slices <= self.pieces_per_row
+            and self.v_columns % (2 * slices * PIECE_ROWS) == 0
+            and 2 * slices * self.heads * self.num_cut_rows <= MAX_MERGE_BLOCKS
+        ):
+            slices *= 2
+        return slices
 
     def partial_shapes(self) -> dict[str, tuple[int, ...]]:
         """Float32 results of row pieces. Side 0 continues an earlier part, side 1 goes on in the next one."""

@@ -1,15 +1,15 @@
 """The batch's rows as the kernel sees them: lengths, tile ranges, page ids, all clipped to what exists."""
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .integers import ceil_div, div
+from .integers import ceil_div, div, rem
 from .layouts import LANES
 from .tiling import Tiling
 
@@ -17,9 +17,31 @@ i32 = jnp.int32
 CHUNK = 128  # rows that one vector of the schedule holds, one a thread
 
 
-def valid_len(kv_len, row_pages, page_size: int, num_entries: int):
-    """The row's length, clipped to the tokens that its own table entries can hold."""
-    return jnp.clip(kv_len, 0, jnp.clip(row_pages, 0, num_entries) * page_size)
+class Table(NamedTuple):
+    """The page table, arrays or refs: `indices` [num_entries], the others [batch]; no `kv_starts` is None."""
+
+    indices: Any
+    row_starts: Any
+    row_pages: Any
+    kv_lens: Any
+    kv_starts: Any = None
+
+
+class Row(NamedTuple):
+    """One row: its keys are those in [kv_start, kv_len), its tiles those in [first_tile, end_tile)."""
+
+    index: Any
+    kv_len: Any
+    kv_start: Any
+    first_tile: Any
+    end_tile: Any
+    table_start: Any
+
+
+def clip_to_table(row_start, row_pages, kv_len, page_size: int, num_entries: int):
+    """(row_start, kv_len), clipped to the entries that exist and the tokens that the row's own can hold."""
+    row_start = jnp.clip(row_start, 0, num_entries)
+    return row_start, jnp.clip(kv_len, 0, jnp.clip(row_pages, 0, num_entries - row_start) * page_size)
 
 
 def tile_range(tiling: Tiling, kv_len, kv_start):
@@ -31,109 +53,113 @@ def tile_range(tiling: Tiling, kv_len, kv_start):
     return tiling.tile_of(jnp.clip(kv_start, 0, last_key)), end
 
 
-@dataclasses.dataclass(frozen=True)
-class TableRefs:
-    """The page table in GMEM: `indices` [num_entries], the others [batch]; `kv_starts` may be None."""
-
-    indices: Any
-    row_starts: Any
-    row_pages: Any
-    kv_lens: Any
-    kv_starts: Any = None
-
-
 class BatchRows:
-    """Scalar access to rows; schedules find their place by a loop over the lengths. For small batches."""
+    """Rows read one by one from a table in GMEM, for small batches."""
 
-    def __init__(self, refs: TableRefs, tiling: Tiling, batch: int):
-        self.refs, self.tiling, self.batch = refs, tiling, batch
-        self.num_entries = refs.indices.shape[0]
+    def __init__(self, table: Table, tiling: Tiling, batch: int):
+        self.table, self.tiling, self.batch = table, tiling, batch
+        self.num_entries = table.indices.shape[0]
 
-    def _clip(self, b):
-        return jnp.minimum(b, self.batch - 1)
+    def row(self, b) -> Row:
+        """Row `b`; past the batch, the last row."""
+        b = jnp.minimum(b, self.batch - 1)
+        table = self.table
+        fields = (table.row_starts[b], table.row_pages[b], table.kv_lens[b])
+        table_start, kv_len = clip_to_table(*fields, self.tiling.page_size, self.num_entries)
+        kv_start = None if table.kv_starts is None else jnp.clip(table.kv_starts[b], 0, kv_len)
+        return Row(b, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
 
-    def kv_len(self, b):
-        b = self._clip(b)
-        refs, page_size = self.refs, self.tiling.page_size
-        return valid_len(refs.kv_lens[b], refs.row_pages[b], page_size, self.num_entries)
-
-    def kv_start(self, b):
-        return None if self.refs.kv_starts is None else self.refs.kv_starts[self._clip(b)]
-
-    def tile_range(self, b):
-        return tile_range(self.tiling, self.kv_len(b), self.kv_start(b))
-
-    def page_id(self, b, entry, kv_len, num_pages: int):
-        """The physical page of the row's `entry`-th page; past the row's last key its last page again."""
-        last = div(jnp.maximum(kv_len - 1, 0), self.tiling.page_size)
-        at = self.refs.row_starts[self._clip(b)] + jnp.minimum(entry, last)
-        return jnp.clip(self.refs.indices[jnp.clip(at, 0, self.num_entries - 1)], 0, num_pages - 1)
-
-    def _num_tiles(self, b):
-        first, end = self.tile_range(b)
-        return end - first
+    @functools.cached_property
+    def _all(self) -> list[Row]:
+        """Unrolled, so that the loads of all rows are in flight together."""
+        return [self.row(i32(b)) for b in range(self.batch)]
 
     def total(self):
-        return lax.fori_loop(0, self.batch, lambda b, total: total + self._num_tiles(b), i32(0))
+        """Tiles of all rows."""
+        return sum(row.end_tile - row.first_tile for row in self._all)
 
-    def find(self, tile):
-        def holds_later(at):
-            b, before = at
-            return (b < self.batch - 1) & (before + self._num_tiles(b) <= tile)
-
-        def next_row(at):
-            return at[0] + 1, at[1] + self._num_tiles(at[0])
-
-        return lax.while_loop(holds_later, next_row, (i32(0), i32(0)))
+    def find(self, tile) -> tuple[Row, Any]:
+        """(the row that holds the `tile`-th tile of all, tiles of the rows before it)."""
+        found, before, seen = self._all[0], i32(0), i32(0)
+        for row, next_row in zip(self._all, self._all[1:], strict=False):
+            seen = seen + (row.end_tile - row.first_tile)
+            later = seen <= tile
+            found = jax.tree.map(lambda old, new, later=later: jnp.where(later, new, old), found, next_row)
+            before = jnp.where(later, seen, before)
+        return found, before
 
 
 class VectorRows(BatchRows):
-    """The same, with all tile counts in registers, a row a thread: sums instead of a loop over rows."""
+    """Rows copied to shared memory, with their running tile counts, for large batches.
+
+    Work shared between threads replaces that over rows, and a row costs no trip to GMEM.
+    """
 
     @staticmethod
-    def scratch(batch: int, has_kv_starts: bool) -> list[Any]:
-        fields = 3 if has_kv_starts else 2
-        return [
-            plgpu.SMEM((fields, ceil_div(batch, CHUNK) * CHUNK), jnp.int32),
-            plgpu.Barrier(num_arrivals=fields * ceil_div(batch, CHUNK)),
-        ]
+    def scratch(batch: int, has_kv_starts: bool) -> tuple[Any, Any, Any]:
+        """Shared memory for the rows and for their running counts, and the barrier of the rows' copies."""
+        fields = 4 if has_kv_starts else 3
+        chunks = ceil_div(batch, CHUNK)
+        return (
+            plgpu.SMEM((fields, chunks * CHUNK), jnp.int32),
+            plgpu.SMEM((2, chunks, 2 * CHUNK), jnp.int32),
+            plgpu.Barrier(num_arrivals=fields * chunks),
+        )
 
-    def __init__(self, refs: TableRefs, tiling: Tiling, batch: int, rows_smem, rows_ready):
-        super().__init__(refs, tiling, batch)
-        fields = [refs.kv_lens, refs.row_pages] + ([] if refs.kv_starts is None else [refs.kv_starts])
-        starts = [c * CHUNK for c in range(ceil_div(batch, CHUNK))]
+    def __init__(self, table: Table, tiling: Tiling, batch: int, rows_smem, sums_smem, rows_ready):
+        fields = [field for field in table[1:] if field is not None]
+        chunks = range(ceil_div(batch, CHUNK))
         # A start that isn't a constant lets the last chunk reach past the array; what lies there reads as 0.
         origin = lax.axis_index("part") * 0
         for f, field in enumerate(fields):
-            for start in starts:
-                plgpu.copy_gmem_to_smem(
-                    field.at[pl.ds(origin + start, CHUNK)], rows_smem.at[f, pl.ds(start, CHUNK)], rows_ready
-                )
-        plgpu.barrier_wait(rows_ready)
+            for c in chunks:
+                rows = pl.ds(origin + c * CHUNK, CHUNK)
+                plgpu.copy_gmem_to_smem(field.at[rows], rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], rows_ready)
+        super().__init__(Table(table.indices, *(rows_smem.at[f] for f in range(len(fields)))), tiling, batch)
+        self.sums_smem = sums_smem
         lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LANES)
-        self.ids = [lane + start for start in starts]
-        self.counts = []
-        for start, ids in zip(starts, self.ids, strict=True):
-            kv_len, row_pages, *kv_start = (
-                plgpu.load(rows_smem.at[f, pl.ds(start, CHUNK)], layout=LANES) for f in range(len(fields))
+        for c in chunks:  # what the shifts below read before a chunk's first row
+            for buffer in range(2):
+                sums_smem[buffer, c, pl.ds(0, CHUNK)] = jnp.zeros_like(lane)
+        plgpu.barrier_wait(rows_ready)
+        sums = []
+        for c in chunks:
+            row_start, row_pages, kv_len, *kv_start = (
+                plgpu.load(rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], layout=LANES) for f in range(len(fields))
             )
-            kv_len = valid_len(kv_len, row_pages, tiling.page_size, self.num_entries)
+            _, kv_len = clip_to_table(row_start, row_pages, kv_len, tiling.page_size, self.num_entries)
             first, end = tile_range(tiling, kv_len, *(kv_start or [None]))
-            self.counts.append(jnp.where(ids < batch, end - first, 0))
+            sums.append(jnp.where(lane + c * CHUNK < batch, end - first, 0))
+        # Prefix sums of each chunk by shifts of 1, 2, 4, ...; two buffers in turn need one barrier a shift.
+        shifts = [1 << k for k in range((CHUNK - 1).bit_length())]
+        for k, shift in enumerate(shifts):
+            for c in chunks:
+                sums_smem[k % 2, c, pl.ds(CHUNK, CHUNK)] = sums[c]
+            plgpu.commit_smem()
+            for c in chunks:
+                earlier = sums_smem.at[k % 2, c, pl.ds(CHUNK - shift, CHUNK)]
+                sums[c] = sums[c] + plgpu.load(earlier, layout=LANES)
+        self.sums, self.buffer = sums, len(shifts) % 2
+        for c in chunks:
+            sums_smem[self.buffer, c, pl.ds(CHUNK, CHUNK)] = sums[c]
+        plgpu.commit_smem()
 
-    def _tiles_before(self, b):
-        counted = [jnp.where(ids < b, n, 0) for ids, n in zip(self.ids, self.counts, strict=True)]
-        return functools.reduce(jnp.add, counted).sum()
+    def _chunk_total(self, c: int):
+        return self.sums_smem[self.buffer, c, 2 * CHUNK - 1]
 
     def total(self):
-        return self._tiles_before(i32(self.batch))
+        """Tiles of all rows."""
+        return sum(self._chunk_total(c) for c in range(len(self.sums)))
 
-    def find(self, tile):
-        row, before = i32(0), i32(0)
-        bit = 1 << (max(self.batch - 1, 1).bit_length() - 1)
-        while bit:  # a binary search for the last row with at most `tile` tiles before it
-            tiles = self._tiles_before(row + bit)
-            later = (row + bit < self.batch) & (tiles <= tile)
-            row, before = jnp.where(later, row + bit, row), jnp.where(later, tiles, before)
-            bit //= 2
-        return row, before
+    def find(self, tile) -> tuple[Row, Any]:
+        """(the row that holds the `tile`-th tile of all, tiles of the rows before it)."""
+        done, before_chunk = [], i32(0)
+        for c, sums in enumerate(self.sums):
+            done.append((sums + before_chunk <= tile).astype(i32))
+            before_chunk = before_chunk + self._chunk_total(c)
+        b = jnp.minimum(functools.reduce(jnp.add, done).sum(), self.batch - 1)
+        chunk, before = div(b, CHUNK), i32(0)
+        for c in range(len(self.sums) - 1):
+            before = before + jnp.where(c < chunk, self._chunk_total(c), 0)
+        before = before + self.sums_smem[self.buffer, chunk, CHUNK - 1 + rem(b, CHUNK)]
+        return self.row(b), before

@@ -25,8 +25,8 @@ i32 = jnp.int32
 class Rows(Protocol):
     """What a schedule asks about the batch."""
 
-    def tile_range(self, b: Any) -> tuple[Any, Any]:
-        """[first, end) of the tiles that row `b` reads; a row without keys has one, wholly masked."""
+    def row(self, b: Any) -> Any:
+        """Row `b`, which reads tiles [first_tile, end_tile); one without keys has one tile, wholly masked."""
         ...
 
     def total(self) -> Any:
@@ -34,12 +34,12 @@ class Rows(Protocol):
         ...
 
     def find(self, tile: Any) -> tuple[Any, Any]:
-        """(row that holds the list's `tile`-th tile, tiles of the rows before it)."""
+        """(the row that holds the list's `tile`-th tile, tiles of the rows before it)."""
         ...
 
 
 class Run(NamedTuple):
-    """A part's share of the list: `num_tiles` tiles, from tile `first_tile` of row `row` on."""
+    """A part's share of the list: `num_tiles` tiles, from tile `first_tile` of `row` on."""
 
     row: Any
     first_tile: Any
@@ -68,13 +68,12 @@ class BalancedCuts:
     def run(self, part) -> Run:
         begin, end = self._cut(part), self._cut(part + 1)
         row, before = self.rows.find(begin)
-        first, _ = self.rows.tile_range(row)
-        return Run(row, first + begin - before, end - begin)
+        return Run(row, row.first_tile + begin - before, end - begin)
 
     def followers(self, part, row, tiles_done):
         """How many later parts go on with `row`, which begins in `part` after `tiles_done` of its tiles."""
-        first, end = self.rows.tile_range(row)
-        return self._part_of(self._cut(part) + tiles_done + (end - first) - 1) - part
+        last = self._cut(part) + tiles_done + (row.end_tile - row.first_tile) - 1
+        return self._part_of(last) - part
 
 
 class FixedCuts:
@@ -84,17 +83,16 @@ class FixedCuts:
         self.rows, self.splits = rows, splits
 
     def run(self, part) -> Run:
-        row, split = div(part, self.splits), rem(part, self.splits)
-        first, end = self.rows.tile_range(row)
-        length = div(end + (self.splits - 1), self.splits)
-        begin = jnp.maximum(split * length, first)
-        return Run(row, begin, jnp.maximum(jnp.minimum((split + 1) * length, end) - begin, 0))
+        b, split = div(part, self.splits), rem(part, self.splits)
+        row = self.rows.row(b)
+        length = div(row.end_tile + (self.splits - 1), self.splits)
+        begin = jnp.maximum(split * length, row.first_tile)
+        return Run(row, begin, jnp.maximum(jnp.minimum((split + 1) * length, row.end_tile) - begin, 0))
 
     def followers(self, part, row, tiles_done):
         del part, tiles_done
-        first, end = self.rows.tile_range(row)
-        length = div(end + (self.splits - 1), self.splits)
-        return lax.div(end - 1, length) - lax.div(first, length)
+        length = div(row.end_tile + (self.splits - 1), self.splits)
+        return lax.div(row.end_tile - 1, length) - lax.div(row.first_tile, length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import round_up
 from .layouts import f32
+from .page_loading import TileLoader
 from .plan import Plan
 from .rows import VectorRows
 
@@ -25,7 +26,7 @@ def shared_tile(shape: tuple[int, ...], dtype: Any, head_dim: int, *, swizzled: 
     Swizzled in groups of 8 rows, matrix operands load from it without bank conflicts. Otherwise rows follow
     one another; a tiling of one row says so, since with none the compiler would choose one of 8 by itself.
     """
-    width = swizzle_columns(head_dim)
+    width = math.gcd(swizzle_columns(head_dim), shape[-1])
     if not swizzled:
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, width)),))
     transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, width)),)
@@ -46,13 +47,11 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         "acc_smem": plgpu.SMEM((plan.v_columns, heads), f32),
         "out_smem": shared_tile((heads, plan.v_columns), p.dtype, p.v_head_dim),
         "stats_smem": plgpu.SMEM((2, heads), f32),
-        "kv_ready": plgpu.Barrier(
-            num_barriers=plan.config.num_stages, num_arrivals=2 * plan.tiling.pages_per_tile
-        ),
         "q_ready": plgpu.Barrier(),
-    }
+    } | TileLoader.scratch(plan.tiling, plan.config.num_stages)
     if plan.vector_rows:
-        types["rows_smem"], types["rows_ready"] = VectorRows.scratch(p.batch, p.has_kv_starts)
+        names = ("rows_smem", "sums_smem", "rows_ready")
+        types |= zip(names, VectorRows.scratch(p.batch, p.has_kv_starts), strict=True)
     return types
 
 

@@ -63,7 +63,7 @@ def decode(
     tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
     precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
 
-    kv_lens = page_table.clipped_lens(problem.page_size)
+    row_starts, kv_lens = page_table.clipped(problem.page_size)
     tiles = -(-kv_lens // block_kv)
     run = -(-tiles // num_splits)  # tiles of each split of a row
     first_tile = run[:, None] * jnp.arange(num_splits, dtype=jnp.int32)  # [batch, num_splits]
@@ -79,7 +79,7 @@ def decode(
         valid = positions < end  # [batch, num_splits, block_kv]
         if kv_starts is not None:
             valid &= positions >= kv_starts[:, None, None]
-        k, v = _load_tile(problem, k_pages, v_pages, page_table, positions)
+        k, v = _load_tile(problem, k_pages, v_pages, page_table.indices, row_starts, positions)
         scores = sm_scale * multiply(f"bhgd,{tile_axes}d->bshgt", q, k)
         scores = jnp.where(valid[:, :, None, None, :], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
@@ -109,16 +109,21 @@ def decode(
 
 
 def _load_tile(
-    problem: Problem, k_pages: jax.Array, v_pages: jax.Array, page_table: PageTable, positions: jax.Array
+    problem: Problem,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    indices: jax.Array,
+    row_starts: jax.Array,
+    positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Gather the keys and values at positions [batch, num_splits, block_kv] of each row.
 
     Returns [batch, num_splits, block_kv, num_kv_heads, head_dim], or with the heads first for "HPND": the
     order in which a gather yields them, without moving the pool.
     """
-    entries = page_table.row_starts[:, None, None] + positions // problem.page_size
+    entries = row_starts[:, None, None] + positions // problem.page_size
     entries = jnp.clip(entries, 0, problem.num_entries - 1)
-    pages = page_table.indices.at[entries].get(mode="promise_in_bounds")
+    pages = indices.at[entries].get(mode="promise_in_bounds")
     pages = jnp.clip(pages, 0, problem.num_pages - 1)
     slots = positions % problem.page_size
     index = {
