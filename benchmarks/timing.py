@@ -101,7 +101,6 @@ def cupti(
     end = time.perf_counter() + warmup_s
     while time.perf_counter() < end:
         jax.block_until_ready([fn(*a) for a in args])
-    records = []
     ext._cupti_init()
     try:
         outputs = [[fn(*a) for a in args] for _ in range(iterations)]

@@ -1,11 +1,9 @@
 """Choice of the implementation that serves a call, and the record of that choice."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,7 +12,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_paged_attn import validation
+from jax_paged_attn import batching, validation
+from jax_paged_attn.batching import Operands
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Problem
 
@@ -79,9 +78,8 @@ class Target:
     @classmethod
     def current(cls) -> "Target":
         """Describe the device that JAX runs on by default, or what `assume_target` says instead."""
-        assumed = _assumed.get()
-        if assumed is not None:
-            return assumed
+        if _assumed.value is not None:
+            return _assumed.value
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(device, str):
             device = jax.devices(device)[0]
@@ -152,8 +150,10 @@ class Explanation:
         The implementation's name.
     target : Target
         What it was chosen for.
+    interpreted : bool
+        Whether the target only interprets the kernels.
     problem : Problem
-        The call's static description.
+        The call's static description; under `jax.vmap`, of the larger batch that the mapped calls make.
     config : object
         The implementation's own ``Config``.
     smem_bytes : int
@@ -170,6 +170,7 @@ class Explanation:
 
     implementation: str
     target: Target
+    interpreted: bool
     problem: Problem
     config: Any
     smem_bytes: int
@@ -180,7 +181,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"implementation: {self.implementation} on {self.target}",
+            f"implementation: {self.implementation} on {self.target}{', interpreted' * self.interpreted}",
             f"config: {self.config}",
             f"shared memory a block: {self.smem_bytes} bytes",
             f"workspace: {self.workspace_bytes} bytes",
@@ -199,7 +200,7 @@ class _Choice:
     config: Any
     interpret: bool = False
 
-    def decode(self, problem: Problem, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
+    def decode(self, problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
         decode = self.implementation.load().decode
         options = {"interpret": True} if self.interpret else {}
         return decode(problem, self.config, *operands, **options)
@@ -238,17 +239,16 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwa
     >>> explain(paged_attention, q, pages, pages, page_table, target="cpu").implementation
     'xla'
     """
-    records: list[Explanation] = []
     traced = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
     static = {name: value for name, value in kwargs.items() if name not in traced}
-    chosen = Target.current() if target is None else Target.parse(target)
-    with _explaining(chosen, records):
-        # Unwrapped, because a jitted function traced before would not run its Python again; a new function
-        # each time, because eval_shape remembers too.
-        jax.eval_shape(lambda args, traced: inspect.unwrap(fn)(*args, **traced, **static), args, traced)
-    if not records:
+    recording = _Recording(Target.current() if target is None else Target.parse(target))
+    # The context is part of the key of JAX's caches: a function traced before runs its Python again here, and
+    # nothing traced here is used elsewhere. The function is new each time, because eval_shape remembers too.
+    with _recording(recording):
+        jax.eval_shape(lambda args, traced: fn(*args, **traced, **static), args, traced)
+    if not recording.records:
         raise ValueError(f"fn: expected a function that calls jax_paged_attn, got {fn!r}")
-    return records[0]
+    return recording.records[0]
 
 
 def run(
@@ -277,49 +277,72 @@ def run(
         f"None or one of {names}",
         repr(implementation),
     )
-    recording = _recording.get()
-    if recording is not None:
-        target, records = recording
-        records.append(_record(problem, implementation, config, target))
-    if recording is not None or problem.is_empty:
-        rows = (problem.batch, problem.num_q_heads)
-        lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
-        return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
-    choices = _choices_by_platform(problem, implementation, config, Target.current())
-    static_scale = sm_scale if isinstance(sm_scale, float) else None
-    traced_scale = None if isinstance(sm_scale, float) else sm_scale
-    return _run(problem, choices, static_scale, q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+    if problem.is_empty and _recording.value is None:
+        return _no_keys(problem)
+    operands = Operands(q, k_pages, v_pages, page_table, kv_starts, jnp.asarray(sm_scale, jnp.float32))
+    # Chosen here as well, so that what can't run is said before anything is traced.
+    _choices_by_platform(problem, implementation, config)
+    return _run(problem, implementation, config, operands)
+
+
+def _no_keys(problem: Problem) -> tuple[jax.Array, jax.Array | None]:
+    rows = (problem.batch, problem.num_q_heads)
+    lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
+    return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
 
 
 # Jitted, so that an eager call compiles once a shape.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    problem: Problem,
-    choices: tuple[tuple[str, _Choice], ...],
-    static_scale: float | None,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: PageTable,
-    kv_starts: jax.Array | None,
-    traced_scale: jax.Array | None,
+    problem: Problem, implementation: str | None, config: Any, operands: Operands
 ) -> tuple[jax.Array, jax.Array | None]:
-    q, k_pages, v_pages, traced_scale = _without_derivative(q, k_pages, v_pages, traced_scale)
-    operands = (q, k_pages, v_pages, page_table, kv_starts, traced_scale)
+    arrays = (operands.q, operands.k_pages, operands.v_pages, operands.sm_scale)
+    q, k_pages, v_pages, sm_scale = _without_derivative(*arrays)
+    operands = operands._replace(q=q, k_pages=k_pages, v_pages=v_pages, sm_scale=sm_scale)
+    return _decode(problem, implementation, config, operands)
 
-    def decode_by(choice):
-        def decode(*operands):
-            *arrays, traced_scale = operands
-            return choice.decode(problem, *arrays, static_scale if traced_scale is None else traced_scale)
 
-        return decode
+def _decode(
+    problem: Problem, implementation: str | None, config: Any, operands: Operands
+) -> tuple[jax.Array, jax.Array | None]:
+    """Decode by what is chosen for each platform; under vmap, for the larger batch."""
 
-    branches = {platform: decode_by(choice) for platform, choice in choices}
-    if len(branches) == 1:
-        (only,) = branches.values()
-        return only(*operands)
-    # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
-    return jax.lax.platform_dependent(*operands, **branches)
+    @jax.custom_batching.custom_vmap
+    def decode(operands):
+        if (recording := _recording.value) is not None:
+            recording.add(problem, implementation, config)
+            return _no_keys(problem)
+        branches = {
+            platform: lambda *leaves, choice=choice: choice.decode(problem, Operands(*leaves))
+            for platform, choice in _choices_by_platform(problem, implementation, config)
+        }
+        if len(branches) == 1:
+            (only,) = branches.values()
+            return only(*operands)
+        # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
+        return jax.lax.platform_dependent(*operands, **branches)
+
+    @decode.def_vmap
+    def _(size, in_batched, operands):
+        (batched,) = in_batched
+        if recording := _recording.value:
+            recording.drop(problem)
+        if batching.can_fold(problem, batched):
+            folded, rows = batching.fold(problem, size, batched, operands)
+            outs = _decode(folded, implementation, config, rows)
+            outs = jax.tree.map(lambda x: x.reshape(size, problem.batch, *x.shape[1:]), outs)
+        else:  # one after another
+            leaves, structure = jax.tree.flatten(operands)
+            has_axis = jax.tree.leaves(batched)
+
+            def element(i):
+                each = (x[i] if mapped else x for x, mapped in zip(leaves, has_axis, strict=True))
+                return _decode(problem, implementation, config, jax.tree.unflatten(structure, each))
+
+            outs = jax.lax.map(element, jnp.arange(size))
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return decode(operands)
 
 
 # Around the operands and not the implementation: kernels that update a Ref can't be traced under custom_jvp.
@@ -343,9 +366,10 @@ _INTERPRETED = Target.cuda(_DEFAULT_CUDA, core_count=4)
 
 
 def _choices_by_platform(
-    problem: Problem, implementation: str | None, config: Any, host: Target
+    problem: Problem, implementation: str | None, config: Any
 ) -> tuple[tuple[str, _Choice], ...]:
     """Choose for each platform that the call may be lowered for, "default" being any other."""
+    host = Target.current()
     cuda = host if host.platform == "cuda" else Target.parse("cuda")
     if implementation is None:
         other = Target("cpu") if host.platform == "cuda" else host
@@ -400,27 +424,42 @@ def _select(
     return _Choice(chosen, config), tuple(passed_over)
 
 
-def _record(problem: Problem, implementation: str | None, config: Any, target: Target) -> Explanation:
-    named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation]
-    interpreted = any(target.platform in candidate.interpreted_on for candidate in named)
-    played = _INTERPRETED if interpreted else target
-    choice, passed_over = _select(problem, played, implementation, config)
-    usage = choice.implementation.load().usage(problem, choice.config)
-    return Explanation(
-        implementation=choice.implementation.name,
-        target=target,
-        problem=problem,
-        config=choice.config,
-        smem_bytes=usage.smem_bytes,
-        workspace_bytes=usage.workspace_bytes,
-        accumulator_dtype=usage.accumulator_dtype,
-        deterministic=usage.deterministic,
-        passed_over=passed_over,
-    )
+class _Recording:
+    """Collects what calls would run on `target`; compared by identity."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.records: list[Explanation] = []
+
+    def add(self, problem: Problem, implementation: str | None, config: Any) -> None:
+        named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation]
+        interpreted = any(self.target.platform in candidate.interpreted_on for candidate in named)
+        played = _INTERPRETED if interpreted else self.target
+        choice, passed_over = _select(problem, played, implementation, config)
+        usage = choice.implementation.load().usage(problem, choice.config)
+        record = Explanation(
+            implementation=choice.implementation.name,
+            target=self.target,
+            interpreted=interpreted,
+            problem=problem,
+            config=choice.config,
+            smem_bytes=usage.smem_bytes,
+            workspace_bytes=usage.workspace_bytes,
+            accumulator_dtype=usage.accumulator_dtype,
+            deterministic=usage.deterministic,
+            passed_over=passed_over,
+        )
+        self.records.append(record)
+
+    def drop(self, problem: Problem) -> None:
+        """Forget the last record of `problem`, which turned out to be one element of a mapped call."""
+        last = max(i for i, record in enumerate(self.records) if record.problem == problem)
+        del self.records[last]
 
 
-_assumed: contextvars.ContextVar[Target | None]
-_assumed = contextvars.ContextVar("jax_paged_attn_target", default=None)
+# Contexts and not plain variables, so that JAX's caches tell traces within them from others.
+_recording = jax.make_user_context(None)
+_assumed = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -446,25 +485,8 @@ def assume_target(name: str) -> Iterator[None]:
     >>> "mosaic_gpu" in lowered.as_text()
     True
     """
-    token = _assumed.set(Target.parse(name))
-    try:
+    with _assumed(Target.parse(name)):
         yield
-    finally:
-        _assumed.reset(token)
-
-
-_recording: contextvars.ContextVar[tuple[Target, list[Explanation]] | None]
-_recording = contextvars.ContextVar("jax_paged_attn_recording", default=None)
-
-
-@contextlib.contextmanager
-def _explaining(target: Target, records: list[Explanation]) -> Iterator[None]:
-    """Make calls within record what they would run, instead of running it."""
-    token = _recording.set((target, records))
-    try:
-        yield
-    finally:
-        _recording.reset(token)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -119,9 +119,14 @@ def as_int32(name: str, value: Any) -> jax.Array:
     if isinstance(value, jax.Array) and value.dtype == np.int32:
         return value
     try:
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
-    except ValueError as error:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            array = jnp.asarray(value)
+        else:
+            array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: expected an integer array, got {type(value).__name__}") from error
+    if isinstance(value, list | tuple) and array.size == 0:  # an empty list has no dtype to speak of
+        array = array.astype(np.int32)
     check(jnp.issubdtype(array.dtype, np.integer), name, "an integer array", f"dtype {array.dtype}")
     limits = jnp.iinfo(array.dtype)
     low, high = max(limits.min, _INT32.min), min(limits.max, _INT32.max)
@@ -133,12 +138,17 @@ def as_int32(name: str, value: Any) -> jax.Array:
 
 
 def as_sm_scale(sm_scale: Any, head_dim: int) -> float | jax.Array:
-    """Check the softmax scale and return a Python float where it is static, else a float32 scalar."""
+    """Check the softmax scale and return it, or the default, as a float32 scalar or what becomes one."""
     if sm_scale is None:
         return head_dim**-0.5
     expected = "a real scalar or None"
     if isinstance(sm_scale, numbers.Real) and not isinstance(sm_scale, bool):
-        return float(sm_scale)
+        try:
+            return float(sm_scale)
+        except OverflowError as error:
+            raise ValueError(
+                f"sm_scale: expected a real scalar in float32's range, got {sm_scale}"
+            ) from error
     scale = as_array("sm_scale", sm_scale)
     real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)
     check(real, "sm_scale", expected, f"dtype {scale.dtype}")

@@ -94,11 +94,45 @@ def test_explain_raises_as_the_call_would():
         explain(jnp.sin, 1.0)
 
 
+def _body(carry, _):
+    return carry, paged_attention(*carry)
+
+
 def test_explaining_leaves_later_calls_alone():
+    """Nothing traced while explaining may be found in JAX's caches afterwards, nor the other way round."""
     inputs = testing.make_inputs(testing.case("float32"))
-    with pytest.raises(ValueError, match="kv_layout"):
-        explain(paged_attention, *inputs.args, kv_layout="NDH")
-    testing.assert_close(paged_attention(*inputs.args), inputs.expected()[0])
+    expected = inputs.expected()[0]
+    inner = jax.jit(lambda *args: paged_attention(*args))
+
+    def scanned(*args):
+        return jax.lax.scan(_body, args, None, length=1)[1][0]
+
+    for call in (paged_attention, lambda *args: inner(*args), scanned):
+        for _ in range(2):
+            assert explain(call, *inputs.args, target="sm_90").implementation == "xla"  # float32
+            testing.assert_close(call(*inputs.args), expected)
+
+
+def test_a_target_assumed_ends_with_the_block():
+    inputs = testing.make_inputs(testing.case("group_8"))
+    call = jax.jit(lambda *args: paged_attention(*args, implementation="mosaic_gpu"))
+    with dispatch.assume_target("sm_90"):
+        call.trace(*inputs.args)
+    testing.assert_close(call(*inputs.args), inputs.expected()[0])
+
+
+def test_a_mapped_call_is_explained_as_the_batch_it_makes():
+    q, k, v, table = shapes()
+    mapped = jax.vmap(paged_attention, in_axes=(0, None, None, None))
+    stacked = jax.ShapeDtypeStruct((3, *q.shape), q.dtype)
+    assert explain(mapped, stacked, k, v, table).problem.batch == 3 * q.shape[0]
+
+
+def test_lists_of_lengths():
+    q, k, v = (jnp.ones(s) for s in ((2, 4, 64), (2, 2, 32, 64), (2, 2, 32, 64)))
+    assert explain(decode_attention, q, k, v, [3, 4]).implementation == "xla"
+    out = jax.jit(lambda n: decode_attention(q, k, v, [3, n], kv_starts=[n, 0]))(4)
+    chex.assert_shape(out, (2, 4, 64))
 
 
 @pytest.mark.parametrize(

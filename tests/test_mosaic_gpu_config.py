@@ -11,6 +11,7 @@ import pytest
 from jax_paged_attn import PageTable, explain, paged_attention
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import mosaic_gpu, xla
+from jax_paged_attn.kernels.mosaic_gpu import merge_kernel, plan
 from jax_paged_attn.validation import Problem
 
 H200 = Target.parse("sm_90")
@@ -150,13 +151,15 @@ def test_symbolic_shapes_are_a_reason():
 @pytest.mark.parametrize("name", ["block_kv", "num_stages", "num_parts"])
 @pytest.mark.parametrize("value", [0, -64, 1.0, "64", None, True])
 def test_a_config_checks_itself(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must be a positive int, got {value!r}"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected an int of at least 1, got {value!r}"):
         mosaic_gpu.Config(**{name: value})
 
 
 def test_a_tile_in_steps_of_the_matrix_unit():
-    for block_kv in (1, 32, 100):
-        with pytest.raises(ValueError, match=f"^block_kv must be a multiple of 64, got {block_kv}"):
+    for block_kv in (1, 32, 100, 256):
+        with pytest.raises(
+            ValueError, match=f"^block_kv: expected a multiple of 64 up to 192, got {block_kv}"
+        ):
             mosaic_gpu.Config(block_kv=block_kv)
     assert mosaic_gpu.Config(block_kv=128).block_kv == 128
 
@@ -203,3 +206,23 @@ def test_a_config_that_needs_too_much_shared_memory():
 def test_a_config_of_another_implementation():
     with pytest.raises(ValueError, match=r"^config: expected a .*mosaic_gpu\.Config"):
         explain(paged_attention, *call(), target="sm_90", config=xla.Config())
+
+
+def test_the_merge_of_fixed_splits_does_not_depend_on_the_batch():
+    for heads, head_dim, num_splits in ((32, 128, 16), (16, 256, 8), (8, 64, 3)):
+        sizes = {"num_q_heads": heads, "num_kv_heads": 8, "head_dim": head_dim, "num_splits": num_splits}
+        plans = [
+            plan.Plan(problem(batch=batch, num_entries=entries, **sizes), mosaic_gpu.Config(num_parts=parts))
+            for batch, entries, parts in itertools.product((1, 17, 64, 500), (300, 40_000), (1, 33))
+        ]
+        assert len({merge_kernel.pieces_at_once(p) for p in plans}) == 1
+
+
+def test_more_splits_than_a_row_has_tiles_take_no_more_room():
+    few, many = (
+        mosaic_gpu.usage(problem(num_entries=64, num_splits=n), mosaic_gpu.Config()) for n in (16, 10**9)
+    )
+    assert few == many
+    why = mosaic_gpu.why_not(problem(num_entries=2**25, num_splits=10**9), H200)
+    assert why is not None
+    assert "num_splits" in why

@@ -6,7 +6,7 @@ import pytest
 
 import jax_paged_attn
 from jax_paged_attn import PageTable, dispatch, paged_attention, reference, testing
-from jax_paged_attn.kernels import mosaic_gpu
+from jax_paged_attn.kernels.mosaic_gpu import config
 from jax_paged_attn.validation import LAYOUT_AXES
 
 NAMES = [implementation.name for implementation in dispatch.IMPLEMENTATIONS]
@@ -82,7 +82,7 @@ def test_starts_past_every_key(implementation):
 
 
 def test_more_rows_than_one_launch_takes(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "MAX_ROWS", 2)
+    monkeypatch.setattr(config, "MAX_ROWS", 2)
     rng = np.random.default_rng(1)
     q, k, v = (
         jnp.asarray(rng.standard_normal(s), jnp.bfloat16)
@@ -96,3 +96,20 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     # Of a shape that no other test has compiled without the limit.
     actual = paged_attention(q, k, v, table, implementation="mosaic_gpu", **options)
     testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+def test_what_is_not_finite_and_used_reaches_the_result(implementation):
+    """NaN in a row's q makes its lse NaN, not that of an empty row; inf in V is inf, also after a merge."""
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        np.asarray(rng.standard_normal(s), np.float32) for s in ((2, 4, 64), (8, 2, 64, 64), (8, 2, 64, 64))
+    )
+    q[0, 1, 5], v[5, 0, 3, 7] = np.nan, np.inf
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    table = PageTable.from_block_tables(np.array([[0, 1, 2, 3], [4, 5, 6, 7]]), np.array([200, 256]))
+    out, lse = paged_attention(q, k, v, table, return_lse=True, num_splits=2, implementation=implementation)
+    expected_out, expected_lse = reference.paged_attention(q, k, v, table, return_lse=True)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(expected_lse))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(expected_out))
+    np.testing.assert_array_equal(np.isinf(out), np.isinf(expected_out))

@@ -76,3 +76,22 @@ def test_traced_options():
 @pytest.mark.parametrize(("num_splits", "kernels"), [(1, 1), (3, 2)])
 def test_a_row_in_one_piece_needs_no_merge(num_splits, kernels):
     assert kernels_of(paged_attention, *paged(), num_splits=num_splits) == kernels
+
+
+@pytest.mark.parametrize("batch", [3, 41])
+def test_a_mapped_call_is_one_larger_batch(batch):
+    """Tables whose rows aren't multiples of 16 bytes could not be addressed as two dimensions."""
+    q, k, v, table = paged(batch=batch)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), (q, table))
+
+    def call(q, table, k, v, implementation):
+        def one(q, table):
+            return paged_attention(q, k, v, table, implementation=implementation)
+
+        return jax.vmap(one)(q, table)
+
+    with dispatch.assume_target("sm_90"):
+        traced = jax.jit(functools.partial(call, implementation="mosaic_gpu")).trace(*stacked, k, v)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 2
+    assert "gather" not in text

@@ -149,7 +149,7 @@ def test_another_index_map_reads_other_pages(monkeypatch):
     # Not through the public function, whose compilations outlive this test.
     call = jax.jit(
         lambda q, k, v, table: mosaic_gpu.decode(
-            problem, config, q, k, v, table, None, 0.1, interpret=INTERPRETED
+            problem, config, q, k, v, table, None, jnp.float32(0.1), interpret=INTERPRETED
         )
     )
     used = jnp.where((table.indices >= 0) & (table.indices < num_pages), table.indices, 0)

@@ -9,8 +9,9 @@ Each exposes the same names; `jax_paged_attn.dispatch` imports it only when it m
 ``default_config(problem, target) -> Config``
 ``usage(problem, config) -> Usage``
 ``decode(problem, config, q, k_pages, v_pages, page_table, kv_starts, sm_scale) -> (out, lse)``
-    Of a batched call: out [batch, num_q_heads, v_head_dim] in q's dtype, and lse float32[batch, num_q_heads]
-    or None without ``problem.return_lse``. One that some platform interprets also takes ``interpret=True``.
+    Of a batched call, `sm_scale` a float32 scalar: out [batch, num_q_heads, v_head_dim] in q's dtype, and lse
+    float32[batch, num_q_heads] or None without ``problem.return_lse``. One that some platform interprets also
+    takes ``interpret=True``.
 """
 
 import dataclasses

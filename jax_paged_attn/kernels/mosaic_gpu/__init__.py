@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Problem
 
-from .config import default_config, usage, why_not
+from .config import default_config, rows_per_launch, usage, why_not
 from .decode_kernel import launch
 from .merge_kernel import merge
-from .plan import MAX_ROWS, Config, Plan
+from .plan import Config, Plan
 from .rows import Table
 
 __all__ = ["Config", "decode", "default_config", "usage", "why_not"]
@@ -37,8 +37,9 @@ def decode(
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     launches = []
-    for start in range(0, problem.batch, MAX_ROWS):
-        rows = slice(start, start + MAX_ROWS)
+    step = rows_per_launch(problem)
+    for start in range(0, problem.batch, step):
+        rows = slice(start, start + step)
         table = Table(
             page_table.indices,
             page_table.row_starts[rows],
@@ -48,7 +49,7 @@ def decode(
         )
         plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
         results = launch(plan, q[rows], k_pages, v_pages, table, sm_scale, interpret=params)
-        if problem.num_splits != 1:  # else no row is ever cut
+        if plan.cuts_rows:
             results = merge(plan, results, interpret=params)
         launches.append((results["out"], results.get("lse")))
     return (

@@ -7,7 +7,8 @@ from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
 from jax_paged_attn.validation import Problem
 
-from .plan import MAX_ROWS, Config, Plan
+from .integers import ceil_div
+from .plan import MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
@@ -21,16 +22,24 @@ STAGES = 2
 PARTS_GIVEN_UP = 0.05
 
 
+def rows_per_launch(problem: Problem) -> int:
+    """Rows of each launch that a batch is served by, equal but for the last."""
+    most = MAX_ROWS if problem.num_splits is None else max(MAX_PARTS // problem.num_splits, 1)
+    return ceil_div(problem.batch, ceil_div(problem.batch, most)) if problem.batch else 1
+
+
 def one_launch(problem: Problem) -> Problem:
     """The part of a batch that one launch takes."""
-    return dataclasses.replace(problem, batch=min(problem.batch, MAX_ROWS))
+    return dataclasses.replace(problem, batch=rows_per_launch(problem))
 
 
 def usage(problem: Problem, config: Config) -> Usage:
     """What a launch takes."""
     plan = Plan(one_launch(problem), config)
+    launches = ceil_div(problem.batch, plan.problem.batch)
     floats = sum(math.prod(shape) for shape in plan.partial_shapes().values())
-    return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * floats + 12 * plan.num_cut_rows)
+    cut_rows = 3 * plan.num_cut_rows if plan.cuts_rows else 0
+    return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * launches * (floats + cut_rows))
 
 
 def why_not(problem: Problem, target: Target) -> str | None:
@@ -48,6 +57,8 @@ def why_not(problem: Problem, target: Target) -> str | None:
     smallest = Config(num_stages=1)
     if problem.num_entries * problem.page_size >= 2**31 - smallest.block_kv:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
+    if Plan(one_launch(problem), smallest).schedule.parts > MAX_PARTS:
+        return f"num_splits {problem.num_splits} unsupported: a grid has at most {MAX_PARTS} parts"
     needed = usage(problem, smallest).smem_bytes
     if needed > target.smem_bytes:
         return f"needs {needed} bytes of shared memory, more than the {target.smem_bytes} of {target}"
@@ -63,7 +74,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     problem = one_launch(problem)
     plans = [Plan(problem, Config(num_stages=stages)) for stages in range(STAGES, 0, -1)]
     plan = next(plan for plan in plans if smem_bytes(plan) <= target.smem_bytes)
-    per_core = min(BLOCKS_PER_CORE, target.smem_bytes // smem_bytes(plan))
+    # A block may use all of a multiprocessor's shared memory but a kilobyte, which each block takes besides.
+    per_core = min(BLOCKS_PER_CORE, (target.smem_bytes + 1024) // (smem_bytes(plan) + 1024))
     parts = max(per_core * target.core_count // plan.heads, 1)
     even = (n for n in range(parts, 0, -1) if n % problem.batch == 0 or problem.batch % n == 0)
     best = next(even, parts)

@@ -43,18 +43,16 @@ def launch(
     p, tiling = plan.problem, plan.tiling
     unit = MatrixUnit(p.dtype, interpret is not None)
     block_kv, heads = plan.config.block_kv, plan.tile_heads
-    traced_scale = not isinstance(sm_scale, int | float)
-
     table_arrays = [table.indices, table.row_starts, table.row_pages, table.kv_lens]
     table_arrays += [table.kv_starts] if p.has_kv_starts else []
-    operands = [q, k_pages, v_pages, *table_arrays]
-    operands += [jnp.asarray(sm_scale, f32).reshape(1)] if traced_scale else []
+    operands = [q, k_pages, v_pages, *table_arrays, sm_scale.reshape(1)]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
         out_types["lse"] = jax.ShapeDtypeStruct((p.batch, p.num_q_heads), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in partials.items()}
-    out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
+    if plan.cuts_rows:
+        out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
@@ -62,7 +60,7 @@ def launch(
         refs = dict(zip((f"{name}_gmem" for name in out_types), args[len(operands) :], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, first_head, _ = head_tile(plan, head)
-        scale_log2 = (rest[-1][0] if traced_scale else f32(sm_scale)) * f32(softmax.LOG2_E)
+        scale_log2 = rest[-1][0] * f32(softmax.LOG2_E)
 
         if plan.vector_rows:
             memory = (scratch["rows_smem"], scratch["sums_smem"], scratch["rows_ready"])
@@ -128,11 +126,42 @@ def launch(
         pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
         cursors = loader.start(run)
 
-        if not plan.cut_row_of_each_row:
+        if plan.cuts_rows and not plan.cut_row_of_each_row:
 
             @pl.when(head == 0)
             def _():
                 refs["cut_rows_gmem"][part, 0] = i32(0)
+
+        def store_piece_or_output(row, begin, end, left, acc, max_log2, weight_sum):
+            begins, ends = begin == row.first_tile, end == row.end_tile
+            whole = begins & ends
+
+            @pl.when(whole)
+            def _():
+                store_output(plan, row.index, head, acc, max_log2, weight_sum, refs)
+
+            @pl.when(jnp.logical_not(whole))
+            def _():
+                at = (part, jnp.where(begins, plan.sides - 1, 0), head)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                scratch["acc_smem"][...] = acc
+                scratch["stats_smem"][0] = max_log2
+                scratch["stats_smem"][1] = weight_sum
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(scratch["acc_smem"], refs["acc_gmem"].at[at])
+                plgpu.copy_smem_to_gmem(scratch["stats_smem"], refs["max_sum_gmem"].at[at])
+
+            def record(followers):
+                entry = row.index if plan.cut_row_of_each_row else part
+                for i, value in enumerate((followers, part, row.index)):
+                    refs["cut_rows_gmem"][entry, i] = value
+
+            @pl.when(begins & (head == 0) & jnp.logical_not(whole))
+            def _():
+                record(cuts.followers(part, row, run.num_tiles - left))
+
+            if plan.cut_row_of_each_row:
+                pl.when(whole & (head == 0))(lambda: record(i32(0)))
 
         def attend_row(carry):
             left, b, begin, step, q_slot, cursors = carry
@@ -162,35 +191,10 @@ def launch(
                 c = lax.fori_loop(begin, end, attend(True), c)
             acc, state, step, cursors = c
             weight_sum = state.weights.sum(axis=0)
-            begins, whole = begin == row.first_tile, (begin == row.first_tile) & (end == row.end_tile)
-
-            @pl.when(whole)
-            def _():
+            if plan.cuts_rows:
+                store_piece_or_output(row, begin, end, left, acc, state.max_log2, weight_sum)
+            else:
                 store_output(plan, b, head, acc, state.max_log2, weight_sum, refs)
-
-            @pl.when(jnp.logical_not(whole))
-            def _():
-                side = jnp.where(begins, 1, 0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                scratch["acc_smem"][...] = acc
-                scratch["stats_smem"][0] = state.max_log2
-                scratch["stats_smem"][1] = weight_sum
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(scratch["acc_smem"], refs["acc_gmem"].at[part, side, head])
-                plgpu.copy_smem_to_gmem(scratch["stats_smem"], refs["max_sum_gmem"].at[part, side, head])
-
-            def record(followers):
-                entry = b if plan.cut_row_of_each_row else part
-                for i, value in enumerate((followers, part, b)):
-                    refs["cut_rows_gmem"][entry, i] = value
-
-            @pl.when(begins & (head == 0) & jnp.logical_not(whole))
-            def _():
-                record(cuts.followers(part, row, run.num_tiles - left))
-
-            if plan.cut_row_of_each_row:
-                pl.when(whole & (head == 0))(lambda: record(i32(0)))
-
             return left - (end - begin), b + 1, rows.row(b + 1).first_tile, step, 1 - q_slot, cursors
 
         lax.while_loop(

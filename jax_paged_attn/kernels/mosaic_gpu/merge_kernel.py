@@ -22,6 +22,13 @@ i32 = jnp.int32
 MIN_PIECES, MAX_PIECES, PIECE_VALUES = 4, 16, 64 * 128
 
 
+def pieces_at_once(plan: Plan) -> int:
+    """Pieces that are read and added together. With fixed splits the batch has no say in it."""
+    slices = plan.merge_slices if plan.problem.num_splits is None else 1
+    values = plan.tile_heads * plan.v_columns // slices
+    return min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // values)
+
+
 def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[str, jax.Array]:
     """Write the cut rows into `results`' "out" (and "lse"), which keep the other rows; -> these alone.
 
@@ -29,7 +36,7 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
     """
     p = plan.problem
     heads, columns = plan.tile_heads, plan.v_columns // plan.merge_slices
-    at_once = min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // (heads * columns))
+    at_once = pieces_at_once(plan)
     names = ["out"] + (["lse"] if p.return_lse else [])
 
     def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *outs, **scratch):
@@ -48,10 +55,10 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
                 for c in range(at_once):
                     follower = i * at_once + c
                     exists = follower <= followers
-                    side = jnp.where(exists & (follower > 0), 0, 1)
+                    side = jnp.where(exists & (follower > 0), 0, plan.sides - 1)
                     at = (jnp.where(exists, part + follower, part), side, head)
                     stats = max_sum_gmem.at[at]
-                    # A piece past the last one is the first again, with no weight.
+                    # A piece past the last one is the first again, at no weight.
                     piece_max = plgpu.load(stats.at[0], layout=PIECE.reduce(0), optimized=False)
                     piece_max = piece_max + jnp.where(exists, f32(0), f32(-np.inf))
                     piece_sum = plgpu.load(stats.at[1], layout=PIECE.reduce(0), optimized=False)
@@ -62,8 +69,10 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
                 acc, weight_sum = acc * along_rows(rescale, acc.shape), weight_sum * rescale
                 for piece_max, piece_sum, piece in pieces:
                     rescale = jnp.exp2(piece_max - new_max)
-                    acc = acc + piece * along_rows(rescale, acc.shape)
-                    weight_sum = weight_sum + piece_sum * rescale
+                    counts = rescale != 0  # an infinite value at no weight would make NaN
+                    weight_sum = weight_sum + jnp.where(counts, piece_sum * rescale, f32(0))
+                    rescale = along_rows(rescale, acc.shape)
+                    acc = acc + jnp.where(rescale != 0, piece * rescale, f32(0))
                 return acc, new_max, weight_sum
 
             carry = (

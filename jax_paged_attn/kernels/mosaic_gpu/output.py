@@ -50,11 +50,12 @@ def store_output(
     _, first_head, tile = head_tile(plan, head)
     acc_smem, out_smem, stats_smem = refs["acc_smem"], refs["out_smem"], refs["stats_smem"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    some = weight_sum > 0
-    acc_smem[...] = acc * along_rows(1.0 / jnp.where(some, weight_sum, f32(1)), acc.shape)
+    empty = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
+    weight_sum = jnp.where(empty, f32(1), weight_sum)
+    acc_smem[...] = acc * along_rows(1.0 / weight_sum, acc.shape)
     if plan.problem.return_lse:
-        lse = (max_log2 + jnp.log2(jnp.where(some, weight_sum, f32(1)))) * f32(softmax.LN_2)
-        stats_smem[0] = jnp.where(some, lse, f32(-np.inf))
+        lse = (max_log2 + jnp.log2(weight_sum)) * f32(softmax.LN_2)
+        stats_smem[0] = jnp.where(empty, f32(-np.inf), lse)
     plgpu.commit_smem()
     turned = plgpu.load(acc_smem.transpose((1, 0)), layout=TURNED, optimized=False)
     out_smem[...] = turned.astype(plan.problem.dtype)

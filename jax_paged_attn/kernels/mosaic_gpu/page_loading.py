@@ -130,7 +130,7 @@ class TileLoader:
     @staticmethod
     def scratch(tiling: Tiling, num_stages: int) -> dict[str, Any]:
         """Shared memory of the fetched table entries, and the barriers of all copies."""
-        # A slot is filled again when the tile after its own is being copied; all are filled once before that.
+        # All are filled at the start; later one when a tile is copied, whose entries lie in another.
         slots = num_stages + ENTRIES_AHEAD
         return {
             "entries_smem": plgpu.SMEM((slots, round_up(_entries_per_copy(tiling), ENTRY_PITCH)), i32),

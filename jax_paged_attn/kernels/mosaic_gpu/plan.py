@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_paged_attn.validation import Problem
+from jax_paged_attn.validation import Problem, check, check_positive_int
 
 from .integers import ceil_div, round_up
 from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS
@@ -13,7 +13,9 @@ MAX_TILE_HEADS = 16  # query heads of a tile: more do not leave registers for q 
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
 MAX_SCALAR_ROWS = 32
-MAX_ROWS = 512  # rows of one launch: each takes shared memory
+MAX_ROWS = 512  # rows of one launch whose lengths lie in shared memory
+MAX_PARTS = 65535  # the second axis of a CUDA grid
+MAX_BLOCK_KV = 192  # a tile of one-token pages needs as many table entries, and a copy brings 256 at most
 MAX_MERGE_BLOCKS = 264  # 2 a multiprocessor of an H200
 
 
@@ -36,12 +38,12 @@ class Config:
     num_parts: int = 1
 
     def __post_init__(self):
-        for name in ("block_kv", "num_stages", "num_parts"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
-        if self.block_kv % MMA_ROWS:
-            raise ValueError(f"block_kv must be a multiple of {MMA_ROWS}, got {self.block_kv}")
+        for field in dataclasses.fields(self):
+            check_positive_int(field.name, getattr(self, field.name))
+        expected = f"a multiple of {MMA_ROWS} up to {MAX_BLOCK_KV}"
+        fits = self.block_kv % MMA_ROWS == 0 and self.block_kv <= MAX_BLOCK_KV
+        check(fits, "block_kv", expected, repr(self.block_kv))
+        check(self.num_parts <= MAX_PARTS, "num_parts", f"at most {MAX_PARTS}", repr(self.num_parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Plan:
     @property
     def tile_heads(self) -> int:
         """Query heads of a tile, padded to the matrix unit's step."""
-        return round_up(ceil_div(self.problem.group_size, self.head_groups), MMA_COLUMNS)
+        return min(round_up(self.problem.group_size, MMA_COLUMNS), MAX_TILE_HEADS)
 
     @property
     def heads(self) -> int:
@@ -86,13 +88,25 @@ class Plan:
     def schedule(self) -> Schedule:
         p = self.problem
         if p.num_splits is not None:
-            return Schedule.fixed(p.batch, p.num_splits)
+            # A row has no more tiles than this; runs of one tile each are all the same from there on.
+            tiles = self.tiling.tiles_per_page * ceil_div(p.num_entries, self.tiling.pages_per_tile)
+            return Schedule.fixed(p.batch, min(p.num_splits, tiles))
         return Schedule.balanced(p.batch, self.config.num_parts)
 
     @property
     def vector_rows(self) -> bool:
         """Whether all rows' lengths are summed as vectors; a fixed split needs no sums over rows."""
         return self.problem.num_splits is None and self.problem.batch > MAX_SCALAR_ROWS
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether a row can lie in several parts."""
+        return self.schedule.num_splits != 1
+
+    @property
+    def sides(self) -> int:
+        """Pieces that a part can leave: of the row that it continues and of the row that goes on after it."""
+        return 2 if self.schedule.num_splits is None else 1
 
     @property
     def cut_row_of_each_row(self) -> bool:
@@ -107,7 +121,8 @@ class Plan:
     @property
     def pieces_per_row(self) -> int:
         """Pieces that a row is cut into where all rows are equal, rounded up to a power of two."""
-        return 1 << (ceil_div(self.schedule.parts, self.problem.batch) - 1).bit_length()
+        pieces = self.problem.num_splits or ceil_div(self.schedule.parts, self.problem.batch)
+        return 1 << (pieces - 1).bit_length()
 
     @property
     def merge_slices(self) -> int:
@@ -124,6 +139,8 @@ class Plan:
         return slices
 
     def partial_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Float32 results of row pieces. Side 0 continues an earlier part, side 1 goes on in the next one."""
-        lead = (self.schedule.parts, 2, self.heads)
+        """Float32 results of row pieces, none where no row is cut."""
+        if not self.cuts_rows:
+            return {}
+        lead = (self.schedule.parts, self.sides, self.heads)
         return {"acc": (*lead, self.v_columns, self.tile_heads), "max_sum": (*lead, 2, self.tile_heads)}
