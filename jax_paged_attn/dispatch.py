@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_paged_attn import batching, validation
 from jax_paged_attn.batching import Operands
@@ -64,15 +65,15 @@ class Target:
     @classmethod
     def parse(cls, name: str) -> "Target":
         """Look up a target by name: a platform, or a CUDA architecture such as "sm_90"."""
+        expected = f"one of {_PLATFORMS} or an architecture as 'sm_90'"
+        validation.check(isinstance(name, str), "target", expected, repr(name))
         if name == "cuda":
             return cls.cuda(_DEFAULT_CUDA)
         if name in _PLATFORMS:
             return cls(name)
-        match = re.fullmatch(r"sm_(\d+)(\d)a?", name) if isinstance(name, str) else None
+        match = re.fullmatch(r"sm_(\d{1,2})(\d)a?", name)
         if match is None:
-            raise ValueError(
-                f"target: expected one of {_PLATFORMS} or an architecture as 'sm_90', got {name!r}"
-            )
+            raise ValueError(f"target: expected {expected}, got {name!r}")
         return cls.cuda((int(match[1]), int(match[2])))
 
     @classmethod
@@ -239,6 +240,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwa
     >>> explain(paged_attention, q, pages, pages, page_table, target="cpu").implementation
     'xla'
     """
+    validation.check(callable(fn), "fn", "a function", repr(fn))
     traced = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
     static = {name: value for name, value in kwargs.items() if name not in traced}
     recording = _Recording(Target.current() if target is None else Target.parse(target))
@@ -271,15 +273,17 @@ def run(
     lse : float32[batch, num_q_heads], or None without ``problem.return_lse``
     """
     names = tuple(candidate.name for candidate in IMPLEMENTATIONS)
-    validation.check(
-        implementation is None or implementation in names,
-        "implementation",
-        f"None or one of {names}",
-        repr(implementation),
-    )
-    if problem.is_empty and _recording.value is None:
-        return _no_keys(problem)
-    operands = Operands(q, k_pages, v_pages, page_table, kv_starts, jnp.asarray(sm_scale, jnp.float32))
+    known = implementation is None or (isinstance(implementation, str) and implementation in names)
+    validation.check(known, "implementation", f"None or one of {names}", repr(implementation))
+    # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
+    scale = sm_scale if isinstance(sm_scale, jax.Array) else jax.device_put(np.float32(sm_scale))
+    operands = Operands(q, k_pages, v_pages, page_table, kv_starts, scale)
+    for leaf in jax.tree.leaves(operands):
+        if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
+            raise NotImplementedError(
+                "arrays sharded over explicit mesh axes: call the function inside jax.shard_map, or through "
+                f"jax.sharding.auto_axes; got {jax.typeof(leaf)}"
+            )
     # Chosen here as well, so that what can't run is said before anything is traced.
     _choices_by_platform(problem, implementation, config)
     return _run(problem, implementation, config, operands)
@@ -311,6 +315,7 @@ def _decode(
     def decode(operands):
         if (recording := _recording.value) is not None:
             recording.add(problem, implementation, config)
+        if recording is not None or problem.is_empty:
             return _no_keys(problem)
         branches = {
             platform: lambda *leaves, choice=choice: choice.decode(problem, Operands(*leaves))
@@ -327,7 +332,9 @@ def _decode(
         (batched,) = in_batched
         if recording := _recording.value:
             recording.drop(problem)
-        if batching.can_fold(problem, batched):
+        if size == 0:
+            outs = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), _no_keys(problem))
+        elif batching.can_fold(problem, batched):
             folded, rows = batching.fold(problem, size, batched, operands)
             outs = _decode(folded, implementation, config, rows)
             outs = jax.tree.map(lambda x: x.reshape(size, problem.batch, *x.shape[1:]), outs)
@@ -397,6 +404,9 @@ def _select(
 
     A config of another type than the implementation's is an error where `strict`, else its default is taken.
     """
+    if problem.is_empty:  # nothing runs; what would, is said of the smallest sizes that aren't
+        sizes = ("batch", "page_size", "num_pages", "num_entries")
+        problem = dataclasses.replace(problem, **{name: max(getattr(problem, name), 1) for name in sizes})
     chosen = None
     passed_over = []
     for candidate in IMPLEMENTATIONS:

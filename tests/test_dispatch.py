@@ -229,3 +229,30 @@ def test_page_table_of_another_int_dtype():
     q, pages = jnp.ones((1, 4, 64)), jnp.ones((2, 2, 16, 64))
     out = paged_attention(q, pages, pages, PageTable(*fields))
     chex.assert_trees_all_close(out, q)
+
+
+def test_an_empty_call_is_checked_like_any_other():
+    table = PageTable.from_block_tables(np.zeros((0, 2), np.int32), np.zeros(0, np.int32))
+    q, pages = jnp.ones((0, 4, 64)), jnp.ones((3, 2, 16, 64))
+    chex.assert_shape(paged_attention(q, pages, pages, table), (0, 4, 64))
+    chex.assert_shape(jax.vmap(lambda q: paged_attention(q, pages, pages, table))(q[None][:0]), (0, 0, 4, 64))
+    with pytest.raises(ValueError, match=r"^config: expected"):
+        paged_attention(q, pages, pages, table, config=3)
+    with pytest.raises(NotImplementedError, match="float32"):
+        paged_attention(q, pages, pages, table, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="reference"):
+        jax.grad(lambda q: paged_attention(q, pages, pages, table).sum())(q)
+
+
+def test_no_transfer_that_was_not_asked_for():
+    inputs = testing.make_inputs(testing.case("float32"))
+    with jax.transfer_guard("disallow"):
+        paged_attention(*inputs.args)
+
+
+@pytest.mark.parametrize("wrong", ["mosaic", np.array(["xla", "mosaic_gpu"]), 3])
+def test_names_that_are_none(wrong):
+    with pytest.raises(ValueError, match=r"^implementation: expected None or one of"):
+        paged_attention(*testing.make_inputs(testing.case("float32")).args, implementation=wrong)
+    with pytest.raises(ValueError, match=r"^target: expected one of"):
+        explain(paged_attention, *shapes(), target=wrong)
