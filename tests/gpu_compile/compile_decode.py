@@ -53,7 +53,7 @@ def function_and_arguments(call: Call):
         "NHD": (num_pages, page_size, call.num_kv_heads, call.head_dim),
         "HPND": (call.num_kv_heads, num_pages, page_size, call.head_dim),
     }[call.kv_layout]
-    k = v = shape(cache, call.dtype)
+    k, v = shape(cache, call.dtype), shape((*cache[:-1], call.v_head_dim or call.head_dim), call.dtype)
     lens = shape((call.batch,), jnp.int32)
     options = dict(call.options, kv_layout=call.kv_layout)
     if call.page_size is None:

@@ -16,6 +16,7 @@ class Call:
     kv_layout: str = "HND"
     dtype: str = "bfloat16"
     kv_starts: bool = False
+    v_head_dim: int | None = None  # head_dim
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
 
 
@@ -51,4 +52,11 @@ CALLS["options"] = (
     Call(*llama, options=(("num_splits", 4),)),
     Call(*llama, page_size=None),
     Call(*llama, page_size=None, kv_layout="NHD"),
+)
+CALLS["limits"] = (
+    Call(32, 2, 256, options=(("return_lse", True),)),  # most registers: 16 query heads of 256
+    Call(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
+    Call(16, 16, 16, v_head_dim=256),
+    Call(*llama, batch=512, kv_starts=True),
+    Call(*llama, batch=2, options=(("num_splits", 32), ("return_lse", True))),
 )
