@@ -99,7 +99,7 @@ def _merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     lse_max = jnp.max(lses, axis=0, initial=-jnp.inf)
     # Where every state is empty, subtracting -inf from -inf would make NaN.
     lse_shift = jnp.where(lse_max == -jnp.inf, 0.0, lse_max)
-    weights = jnp.exp(lses - lse_shift)
+    weights = jnp.exp(lses - lse_shift[None])
     total = jnp.sum(weights, axis=0)
     weighted = weights[..., None] * jnp.where(empty[..., None], 0.0, outs.astype(jnp.float32))
     out = jnp.sum(weighted, axis=0) / jnp.where(total == 0.0, 1.0, total)[..., None]

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax_paged_attn import validation
 from jax_paged_attn.validation import Ints
 
+_INT32_MAX = 2**31 - 1
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: arrays have no one truth value
 class PageTable:
     """Where each row's tokens lie in a pool of pages; one form for block tables and CSR tables.
 
@@ -113,13 +115,15 @@ class PageTable:
         Returns
         -------
         PageTable
-            Values outside int32 are saturated; ``last_page_len`` is clipped to ``[0, page_size]``.
+            Values outside int32 are saturated, ``kv_lens`` too; ``last_page_len`` is clipped to
+            ``[0, page_size]``.
 
         Raises
         ------
         ValueError
-            If an argument isn't an integer array, or the shapes don't fit each other; with `validate_values`
-            also if ``indptr`` falls or leaves ``[0, num_entries]``, or ``last_page_len`` is out of range.
+            If an argument isn't an integer array, `page_size` isn't an int in ``[1, 2**31 - 1]``, or the
+            shapes don't fit each other; with `validate_values` also if ``indptr`` falls or leaves
+            ``[0, num_entries]``, or ``last_page_len`` is out of range.
 
         Examples
         --------
@@ -129,7 +133,8 @@ class PageTable:
         indptr = validation.as_int32("indptr", indptr)
         indices = validation.as_int32("indices", indices)
         last_page_len = validation.as_int32("last_page_len", last_page_len)
-        validation.check_positive_int("page_size", page_size)
+        validation.check_positive_int("page_size", page_size, _INT32_MAX)
+        page_size = int(page_size)  # a numpy integer would widen what it multiplies
         validation.check_bool("validate_values", validate_values)
         validation.check(
             indptr.ndim == 1 and indptr.shape[0] != 0, "indptr", "shape [batch + 1]", f"shape {indptr.shape}"
@@ -142,11 +147,12 @@ class PageTable:
         row_pages = jnp.clip(indptr[1:] - indptr[:-1], 0, indices.shape[0])
         full_pages = jnp.maximum(row_pages - 1, 0)
         last_page_len = jnp.where(row_pages > 0, jnp.clip(last_page_len, 0, page_size), 0)
+        fits = full_pages <= (_INT32_MAX - last_page_len) // page_size
         return cls(
             indices=indices,
             row_starts=indptr[:-1],
             row_pages=row_pages,
-            kv_lens=full_pages * page_size + last_page_len,
+            kv_lens=jnp.where(fits, full_pages * page_size + last_page_len, _INT32_MAX),
         )
 
     def as_batched(self) -> "PageTable":

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_paged_attn import validation
 from jax_paged_attn.page_table import PageTable
 
 
@@ -27,6 +28,7 @@ def paged_attention(
     order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
     k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
     q, (num_pages, page_size, _, head_dim) = jnp.asarray(q), k_pages.shape
+    validation.check(q.shape[-1:] == (head_dim,), "q", f"head_dim {head_dim}, as k", f"shape {q.shape}")
     sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
     indices, (row_starts, kv_lens) = page_table.indices, page_table.clipped(page_size)
     kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)

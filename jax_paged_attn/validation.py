@@ -76,7 +76,9 @@ class Problem:
     @property
     def is_symbolic(self) -> bool:
         """Whether any dimension is symbolic."""
-        return any(jax.export.is_symbolic_dim(dim) for dim in dataclasses.astuple(self))
+        # Not dataclasses.astuple: it copies symbolic dimensions, which they don't all survive.
+        sizes = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return any(jax.export.is_symbolic_dim(dim) for dim in sizes)
 
     @property
     def is_empty(self) -> bool:
@@ -100,18 +102,19 @@ def check_bool(name: str, value: Any) -> None:
     check(isinstance(value, bool), name, "a bool", repr(value))
 
 
-def check_positive_int(name: str, value: Any) -> None:
-    """Check for a Python or numpy integer of at least 1."""
-    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
-    check(ok, name, "an int of at least 1", repr(value))
+def check_positive_int(name: str, value: Any, most: int | None = None) -> None:
+    """Check for a Python or numpy integer of at least 1 and, if given, at most `most`."""
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+    ok = ok and int(value) >= 1 and (most is None or int(value) <= most)
+    check(ok, name, "an int of at least 1" if most is None else f"an int in [1, {most}]", repr(value))
 
 
-def as_array(name: str, value: Any) -> jax.Array:
+def as_array(name: str, value: Any, expected: str = "an array") -> jax.Array:
     """Convert an array-like to a `jax.Array`."""
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: expected an array, got {type(value).__name__}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: expected {expected}, got {type(value).__name__}") from error
 
 
 def as_int32(name: str, value: Any) -> jax.Array:
@@ -123,11 +126,13 @@ def as_int32(name: str, value: Any) -> jax.Array:
             array = jnp.asarray(value)
         else:
             array = value if isinstance(value, jax.Array) else np.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: expected an integer array, got {type(value).__name__}") from error
     if isinstance(value, list | tuple) and array.size == 0:  # an empty list has no dtype to speak of
         array = array.astype(np.int32)
-    check(jnp.issubdtype(array.dtype, np.integer), name, "an integer array", f"dtype {array.dtype}")
+    # To numpy, a timedelta64 is a signed integer.
+    ok = jnp.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64)
+    check(ok, name, "an integer array", f"dtype {array.dtype}")
     limits = jnp.iinfo(array.dtype)
     low, high = max(limits.min, _INT32.min), min(limits.max, _INT32.max)
     if (low, high) != (limits.min, limits.max):
@@ -140,16 +145,18 @@ def as_int32(name: str, value: Any) -> jax.Array:
 def as_sm_scale(sm_scale: Any, head_dim: int) -> float | jax.Array:
     """Check the softmax scale and return it, or the default, as a float32 scalar or what becomes one."""
     if sm_scale is None:
+        if jax.export.is_symbolic_dim(head_dim):  # it takes whole powers only, the array of it takes any
+            return jnp.asarray(head_dim, jnp.float32) ** -0.5
         return head_dim**-0.5
     expected = "a real scalar or None"
-    if isinstance(sm_scale, numbers.Real) and not isinstance(sm_scale, bool):
+    if isinstance(sm_scale, numbers.Real) and not isinstance(sm_scale, bool | np.timedelta64):
         try:
             return float(sm_scale)
         except OverflowError as error:
             raise ValueError(
                 f"sm_scale: expected a real scalar in float32's range, got {sm_scale}"
             ) from error
-    scale = as_array("sm_scale", sm_scale)
+    scale = as_array("sm_scale", sm_scale, expected)
     real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)
     check(real, "sm_scale", expected, f"dtype {scale.dtype}")
     check(scale.ndim == 0, "sm_scale", expected, f"shape {scale.shape}")
@@ -291,12 +298,12 @@ def check_values(
     _check_values(inside, "page_table.row_starts", expected, row_starts)
     # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
     used_pages = -(-kv_lens // max(page_size, 1))
-    fits = (kv_lens >= 0) & (used_pages <= row_pages)
+    fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
     _check_values(fits, lens_name, f"values in [0, row_pages * {page_size}]", kv_lens)
     # An entry is used if more rows begin at or before it than end there.
-    begins, ends = row_starts, row_starts + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries))
-    entries = xp.arange(num_entries, dtype=np.int32)
-    counts = [xp.searchsorted(xp.sort(edges), entries, side="right") for edges in (begins, ends)]
+    begins = xp.clip(row_starts, 0, num_entries)
+    ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
+    counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
     in_range = (indices >= 0) & (indices < num_pages)
     expected = f"used page ids in [0, {num_pages - 1}]"
     _check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
@@ -304,6 +311,13 @@ def check_values(
         _, (starts, lens) = _value_module(kv_starts, page_table.kv_lens)
         inside = (starts >= 0) & (starts <= lens)
         _check_values(inside, "kv_starts", f"values in [0, {lens_name}]", starts)
+
+
+def _histogram(xp: Any, values: Any, size: int) -> Any:
+    """Count each of ``range(size)`` in values of at least 0; larger ones are left out."""
+    if xp is np:
+        return np.bincount(values, minlength=size)[:size]
+    return jnp.zeros(size, jnp.int32).at[values].add(1, mode="drop")
 
 
 def _value_module(*arrays: jax.Array) -> tuple[Any, tuple[Any, ...]]:
@@ -314,8 +328,14 @@ def _value_module(*arrays: jax.Array) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _check_values(ok: Any, name: str, expected: str, got: Any) -> None:
-    """Raise ValueError if `ok` is concrete and false somewhere; add a checkify check if it is traced."""
-    if isinstance(ok, Tracer):
-        checkify.check(jnp.all(ok), f"{name}: expected {expected}, got {{got}}", got=got)
-    else:
+    """Raise ValueError if `ok` is concrete and false somewhere; add a checkify check if it is traced.
+
+    A traced check tells the first wrong one only: checkify compares what checks tell by shape, and symbolic
+    shapes can't be compared.
+    """
+    if not isinstance(ok, Tracer):
         check(bool(np.all(ok)), name, expected, str(got))
+    elif ok.size != 0:
+        first = jnp.argmin(ok)
+        message = f"{name}: expected {expected}, got {{got}} at index {{index}}"
+        checkify.check(jnp.all(ok), message, got=got[first], index=first)

@@ -1,3 +1,6 @@
+import copy
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -66,6 +69,33 @@ def test_int64_saturates_and_does_not_wrap(x64, make):
         assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(table))
 
 
+@pytest.mark.parametrize(
+    ("page_size", "kv_lens"),
+    [
+        (10**9, [10**9 + 7, 2 * 10**9 + 7, 2**31 - 1, 0]),
+        (2**30, [2**30 + 7, 2**31 - 1, 2**31 - 1, 0]),
+        (2**31 - 1, [2**31 - 1, 2**31 - 1, 2**31 - 1, 0]),
+    ],
+)
+def test_lengths_of_huge_pages_saturate(page_size, kv_lens):
+    indptr, last_page_len = [0, 2, 5, 9, 9], [7, 7, 7, 0]
+    size: Any = np.int64(page_size)
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            table = PageTable.from_csr(
+                indptr, np.zeros(9, int), last_page_len, page_size=size, validate_values=True
+            )
+        assert fields(table)["kv_lens"] == kv_lens
+        assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(table))
+
+
+def test_tables_are_compared_by_identity():
+    table = PageTable.from_block_tables([[7, 2], [4, -1]], [20, 3])
+    assert table == table
+    assert table != copy.deepcopy(table)
+    assert len({table, table}) == 1
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.uint64])
 def test_every_integer_dtype(dtype):
     table = PageTable.from_csr(
@@ -101,6 +131,9 @@ def test_lengths_are_clipped_to_the_rows_own_pages(kv_len, row_pages, expected):
     [
         (([[0.0, 1.0]], [3]), "block_tables"),
         (([[True]], [3]), "block_tables"),
+        ((np.array([[1]], "timedelta64[s]"), [3]), "block_tables"),
+        ((np.array([[1]], "datetime64[s]"), [3]), "block_tables"),
+        (([[2**70]], [3]), "block_tables"),
         (([[0]], [3.0]), "seq_lens"),
         ((3, 3), "block_tables"),
         (([[[0]]], [[3]]), "block_tables"),
@@ -129,6 +162,8 @@ def test_bad_block_tables(args, name):
         ({"page_size": 0}, "page_size"),
         ({"page_size": 4.0}, "page_size"),
         ({"page_size": True}, "page_size"),
+        ({"page_size": 2**31}, "page_size"),
+        ({"page_size": np.timedelta64(4, "s")}, "page_size"),
         ({"validate_values": 1}, "validate_values"),
     ],
 )

@@ -113,6 +113,17 @@ def test_nothing_to_attend_to(shape):
     chex.assert_trees_all_equal((out, lse), (jnp.zeros((3, 4, 8)), jnp.full((3, 4), -jnp.inf)))
 
 
+def test_a_query_of_another_head_dim_is_refused():
+    pages = jnp.ones((3, 2, 8, 16))
+    table = PageTable.from_block_tables([[2, 0], [1, -1]], [12, 3])
+    for call in (
+        lambda q: reference.paged_attention(q, pages, pages, table),
+        lambda q: reference.decode_attention(q, pages[:2], pages[:2], jnp.array([5, 3])),
+    ):
+        with pytest.raises(ValueError, match=r"^q: expected head_dim 16.*, got shape \(2, 8, 8\)"):
+            call(jnp.ones((2, 8, 8)))
+
+
 def test_merge_states():
     rng = np.random.default_rng(0)
     outs, lses = rng.standard_normal((5, 3, 4, 8)), 3 * rng.standard_normal((5, 3, 4))

@@ -36,6 +36,15 @@ SHARED_MISTAKES = [
     ({"q": jnp.ones((2, 0, 64))}, "q"),
     ({"q": "query"}, "q"),
     ({"q": None}, "q"),
+    ({"q": 2**70}, "q"),
+    ({"q": [2**70]}, "q"),
+    ({"q": np.array([1, 2], "datetime64[s]")}, "q"),
+    ({"sm_scale": "x"}, "sm_scale"),
+    ({"sm_scale": [2**70]}, "sm_scale"),
+    ({"sm_scale": np.timedelta64(1, "s")}, "sm_scale"),
+    ({"sm_scale": np.datetime64(1, "s")}, "sm_scale"),
+    ({"kv_starts": [2**70, 0]}, "kv_starts"),
+    ({"kv_starts": np.array([0, 0], "timedelta64[s]")}, "kv_starts"),
     ({"sm_scale": "1"}, "sm_scale"),
     ({"sm_scale": 1j}, "sm_scale"),
     ({"sm_scale": True}, "sm_scale"),
@@ -111,6 +120,21 @@ def test_paged_attention_names_the_wrong_argument(change, name):
 def test_decode_attention_names_the_wrong_argument(change, name):
     with pytest.raises(ValueError, match=rf"^{name}: expected .+, got .+"):
         decode_attention(**(CONTIGUOUS | change))
+
+
+@pytest.mark.parametrize("sm_scale", ["x", [2**70], NotImplemented, np.timedelta64(1, "s")])
+def test_what_is_no_scale_is_told_what_one_is(sm_scale):
+    with pytest.raises(ValueError, match=r"^sm_scale: expected a real scalar or None, got "):
+        paged_attention(**PAGED, sm_scale=sm_scale)
+
+
+def test_a_huge_int_beside_a_traced_one():
+    def call(n):
+        mistake: dict[str, Any] = {"kv_lens": [n, 2**70]}
+        return decode_attention(**(CONTIGUOUS | mistake))
+
+    with pytest.raises(ValueError, match=r"^kv_lens: expected an integer array, got list"):
+        jax.jit(call)(3)
 
 
 def test_heads_that_do_not_divide():
@@ -214,6 +238,22 @@ def test_contiguous_lengths(kv_lens, fails):
     if fails:
         with pytest.raises(ValueError, match=r"^kv_lens: expected values in .*, got "):
             call(jnp.array(kv_lens))
+
+
+@pytest.mark.parametrize(("kv_lens", "fails"), [((0, 0), False), ((0, 1), True)])
+def test_pages_without_room_hold_no_token(kv_lens, fails):
+    pages = jnp.ones((5, 2, 0, 64))
+
+    def call(kv_lens):
+        return checked(PAGED | {"k_pages": pages, "v_pages": pages} | table_with(kv_lens=kv_lens))
+
+    error, _ = jax.jit(checkify.checkify(call))(ints(*kv_lens))
+    assert ("page_table.kv_lens: expected" in (error.get() or "")) == fails
+    if fails:
+        with pytest.raises(ValueError, match=r"^page_table\.kv_lens: expected "):
+            call(ints(*kv_lens))
+    else:
+        call(ints(*kv_lens))
 
 
 def test_unbatched_values():

@@ -1,6 +1,7 @@
 """Decode attention by an online softmax over tiles of keys, all rows in step."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax_paged_attn.kernels import Usage
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Problem
 
+_MAX_BLOCK_KV = 2**20  # a tile of it is far past any use, and positions stay in int32
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -19,13 +22,13 @@ class Config:
     Attributes
     ----------
     block_kv : int
-        Keys of each row that are gathered and multiplied at a time, whatever the page size.
+        Keys of each row that are gathered and multiplied at a time, whatever the page size; at most 2**20.
     """
 
     block_kv: int = 128
 
     def __post_init__(self):
-        validation.check_positive_int("block_kv", self.block_kv)
+        validation.check_positive_int("block_kv", self.block_kv, _MAX_BLOCK_KV)
 
 
 def why_not(problem: Problem, target: Target) -> str | None:
@@ -40,7 +43,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 def usage(problem: Problem, config: Config) -> Usage:
     """Estimate the bytes of a step's tiles and running state."""
-    runs = problem.batch * (problem.num_splits or 1)
+    runs = problem.batch * _num_splits(problem, config)
     tile = problem.num_kv_heads * config.block_kv * (problem.head_dim + problem.v_head_dim)
     state = problem.num_q_heads * (problem.v_head_dim + 2 + config.block_kv)
     return Usage(smem_bytes=0, workspace_bytes=runs * (tile * problem.dtype.itemsize + 4 * state))
@@ -58,7 +61,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Decode attention; see `jax_paged_attn.kernels` for the contract."""
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
-    num_splits, block_kv = problem.num_splits or 1, config.block_kv
+    num_splits, block_kv = _num_splits(problem, config), config.block_kv
     # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
     tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
     precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
@@ -66,8 +69,8 @@ def decode(
     row_starts, kv_lens = page_table.clipped(problem.page_size)
     tiles = -(-kv_lens // block_kv)
     run = -(-tiles // num_splits)  # tiles of each split of a row
-    first_tile = run[:, None] * jnp.arange(num_splits, dtype=jnp.int32)  # [batch, num_splits]
-    end = jnp.minimum((first_tile + run[:, None]) * block_kv, kv_lens[:, None])[..., None]
+    first_tile = run[:, None] * jnp.arange(num_splits, dtype=jnp.int32)[None]  # [batch, num_splits]
+    end_tile = jnp.minimum(first_tile + run[:, None], tiles[:, None])
     q = q.reshape(batch, num_kv_heads, group_size, problem.head_dim)
 
     def multiply(equation, a, b):
@@ -75,8 +78,10 @@ def decode(
 
     def add_tile(step, state):
         peak, total, acc = state
-        positions = (first_tile + step)[..., None] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        valid = positions < end  # [batch, num_splits, block_kv]
+        tile = (first_tile + step)[..., None]
+        positions = tile * block_kv + jnp.arange(block_kv, dtype=jnp.int32)[None, None]
+        # Tiles are compared as well, because positions past the longest row's end could wrap around.
+        valid = (tile < end_tile[..., None]) & (positions < kv_lens[:, None, None])
         if kv_starts is not None:
             valid &= positions >= kv_starts[:, None, None]
         k, v = _load_tile(problem, k_pages, v_pages, page_table.indices, row_starts, positions)
@@ -99,6 +104,8 @@ def decode(
         jnp.zeros(runs, jnp.float32),
         jnp.zeros((*runs, problem.v_head_dim), jnp.float32),
     )
+    axes = _manual_axes(q, k_pages, v_pages, page_table, kv_starts, sm_scale)
+    state = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), state)
     peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     lse = peak + jnp.log(total)
@@ -106,6 +113,20 @@ def decode(
         out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
     out = out.reshape(batch, problem.num_q_heads, problem.v_head_dim).astype(problem.dtype)
     return out, lse.reshape(batch, problem.num_q_heads) if problem.return_lse else None
+
+
+def _num_splits(problem: Problem, config: Config) -> int:
+    """Runs of each row: no more than a row can have tiles, as the others would be empty."""
+    num_splits = problem.num_splits or 1
+    if problem.is_symbolic:
+        return num_splits
+    return max(1, min(num_splits, -(-problem.num_entries * problem.page_size // config.block_kv)))
+
+
+def _manual_axes(*operands: Any) -> tuple[str, ...]:
+    """Axes of `jax.shard_map` that some operand varies over: a loop's state must vary so from the start."""
+    types = (jax.typeof(leaf) for leaf in jax.tree.leaves(operands))
+    return tuple(sorted(frozenset().union(*(t.manual_axis_type.varying for t in types))))
 
 
 def _load_tile(
