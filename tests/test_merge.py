@@ -124,6 +124,8 @@ def test_bad_state(change, name):
         (np.ones(4), np.float32(1), "lses"),
         (np.ones((2, 3, 4), int), np.ones((2, 3)), "outs"),
         ("state", np.ones((2, 3)), "outs"),
+        (2**70, 1.0, "outs"),
+        (np.ones((1, 3), np.float32), [2**70], "lses"),
     ],
 )
 def test_bad_states(outs, lses, name):
