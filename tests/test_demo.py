@@ -1,10 +1,14 @@
 """The demo, end to end on a tiny random Llama model that the tests write as a GGUF file."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import io
+import os
 import re
+import subprocess
+import sys
 
 import chex
 import gguf
@@ -15,7 +19,8 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from jax_paged_attn import paged_attention
-from jax_paged_attn.demo import cli, generate, model, run, terminal
+from jax_paged_attn.demo import cli, generate, model, run, terminal, tokenizer
+from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.gguf_file import GGUFFile, read_config, read_params
 from jax_paged_attn.demo.pages import PageAllocator
 from jax_paged_attn.demo.tokenizer import ChatTokenizer
@@ -404,7 +409,14 @@ def test_sentencepiece_tokens_are_merged_by_score(tmp_path, th, he, merged):
     tokenizer = ChatTokenizer(GGUFFile(path))
     assert [tokens[i] for i in tokenizer.encode_prompt("the")] == ["<s>", "▁", *merged]
     for text in TEXTS:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert "".join(map(tokenizer.stream().add, ids)) == text
+
+    # Bytes in any order are seldom characters.
+    stream = tokenizer.stream()
+    pieces = map(stream.add, np.random.default_rng(0).integers(3, len(tokens), 500).tolist())
+    assert "th" in "".join(pieces)
 
 
 # What is shown
@@ -464,8 +476,12 @@ def test_progress_is_a_bar_on_terminals_only(monkeypatch):
         ("--page-size=0", "expected a whole number of at least 1, got '0'"),
         ("--max-tokens=0", "expected a whole number of at least 1, got '0'"),
         ("--max-tokens=ten", "expected a whole number of at least 1, got 'ten'"),
-        ("--temperature=-1", "expected a finite number of at least 0, got '-1'"),
-        ("--temperature=nan", "expected a finite number of at least 0, got 'nan'"),
+        ("--temperature=-1", "expected a number from 0 to 100, got '-1'"),
+        ("--temperature=nan", "expected a number from 0 to 100, got 'nan'"),
+        ("--seed=-1", "expected a whole number from 0 to 4294967295, got '-1'"),
+        (f"--seed={2**70}", "expected a whole number from 0 to 4294967295"),
+        ("--prompt=\ud800", "expected text in UTF-8"),
+        ("--prompt=caf\udce9", "expected text in UTF-8"),
         ("--implementation=cuda", "mosaic_gpu"),
         ("--dtype=int8", "bfloat16"),
     ],
@@ -501,7 +517,10 @@ def test_wrong_files_are_named(tiny, tmp_path, capsys):
     [
         ({"arch": "qwen2"}, "architecture 'qwen2'"),
         ({"metadata": {"llama.embedding_length": None}}, "'llama.embedding_length' .* is missing"),
-        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, "one number of kv heads"),
+        (
+            {"metadata": {"llama.attention.head_count_kv": [2, 1]}},
+            "head_count_kv' must be of type int, got list",
+        ),
         ({"metadata": {"llama.attention.head_count_kv": 4}}, "num_q_heads=6 must be a multiple"),
         ({"metadata": {"llama.attention.value_length": 8}}, "keys and values of one head_dim"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope scaling 'yarn' is not supported"),
@@ -514,6 +533,110 @@ def test_wrong_files_are_named(tiny, tmp_path, capsys):
 )
 def test_models_it_cannot_run_are_refused(tmp_path, capsys, changes, message):
     fails_with(capsys, message, write_gguf(tmp_path / "model.gguf", **changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("split.count", "two", "must be of type int, got str"),
+        ("general.name", 7, "must be of type str, got int"),
+        ("llama.block_count", 10**9, "tensor 'blk.2.attn_norm.weight' is missing"),
+        ("llama.block_count", 0, "must be at least 1, got 0"),
+        ("llama.context_length", 0, "must be at least 1 and at most 2147483647, got 0"),
+        ("llama.attention.head_count", 0, "must be at least 1, got 0"),
+        ("llama.attention.head_count_kv", 0, "must be at least 1, got 0"),
+        ("llama.attention.key_length", None, "hidden_size=50 must be a multiple of num_q_heads=6"),
+        ("llama.attention.key_length", 16.0, "must be of type int, got float"),
+        ("llama.attention.value_length", True, "must be of type int, got bool"),
+        ("llama.feed_forward_length", 10**9, r"must have shape \(1000000000, 48\)"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "must be at least 0, got nan"),
+        ("llama.rope.dimension_count", 0, "must be at least 2 and at most 16, got 0"),
+        ("llama.rope.dimension_count", 18, "must be at least 2 and at most 16, got 18"),
+        ("llama.rope.dimension_count", 15, "rope turns pairs of dimensions, got 15"),
+        ("llama.rope.dimension_count", "16", "must be of type int, got str"),
+        ("llama.rope.freq_base", 0.0, "rope frequencies must be positive"),
+        ("llama.rope.freq_base", -1e4, "rope frequencies must be positive"),
+        ("llama.rope.freq_base", float("inf"), "must be finite, got inf"),
+        ("llama.rope.freq_base", [1e4], "must be of type float, got list"),
+        ("llama.rope.scaling.factor", 0.0, "rope frequencies must be positive"),
+        ("llama.rope.scaling.factor", -2.0, "rope frequencies must be positive"),
+        ("llama.rope.scaling.factor", "2", "must be of type float, got str"),
+        ("llama.rope.scaling.type", 1, "must be of type str, got int"),
+        ("tokenizer.ggml.tokens", [1, 2], "must be of type list of str, got a list of int"),
+        ("tokenizer.ggml.token_type", [NORMAL], "must have 264 values, one a token, got 1"),
+        ("tokenizer.ggml.token_type", ["1"], "must be of type list of int, got a list of str"),
+        ("tokenizer.ggml.merges", ["t h", "the"], "two tokens with a space between, got 'the'"),
+        ("tokenizer.ggml.merges", ["t h e"], "two tokens with a space between, got 't h e'"),
+        ("tokenizer.ggml.merges", ["th zz"], "tokens and merges make no tokenizer: .*zz"),
+        ("tokenizer.ggml.merges", [3], "must be of type list of str, got a list of int"),
+        ("tokenizer.ggml.eos_token_id", 264, "must be at least 0 and at most 263, got 264"),
+        ("tokenizer.ggml.bos_token_id", 2**32 - 1, "at most 263, got 4294967295"),
+        ("tokenizer.ggml.eot_token_id", "<|im_end|>", "must be of type int, got str"),
+        ("tokenizer.ggml.pre", 1, "must be of type str, got int"),
+        ("tokenizer.ggml.add_bos_token", "yes", "must be of type bool, got str"),
+        ("tokenizer.chat_template", ["x"], "must be of type str, got list"),
+        ("tokenizer.chat_template", "{{ 1 // 0 }}", "chat template failed: .*by zero"),
+        ("tokenizer.chat_template", "{{ messages + 1 }}", "chat template failed: can only concatenate"),
+        ("tokenizer.chat_template", "{{ '\\ud800' }}", "the model's tokenizer failed"),
+    ],
+)
+def test_metadata_that_is_wrong_is_named(tmp_path, capsys, key, value, message):
+    metadata = {"llama.rope.scaling.type": "linear", key: value}
+    if key == "llama.attention.key_length" and value is None:
+        metadata["llama.embedding_length"] = 50
+    fails_with(capsys, message, write_gguf(tmp_path / "model.gguf", metadata=metadata))
+
+
+def test_scores_of_a_sentencepiece_model_are_one_a_token(tmp_path, capsys):
+    for scores, message in (([0.5], "must have 264 values, one a token, got 1"), (["a"], "list of float")):
+        metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+        fails_with(capsys, message, write_gguf(tmp_path / "model.gguf", metadata=metadata))
+
+
+def test_a_template_cannot_run_for_ever(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_TEMPLATE_SECONDS", 0.1)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    path = write_gguf(tmp_path / "model.gguf", template=endless)
+    fails_with(capsys, "chat template failed: it runs for more than 0.1 s", path)
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.pre", "tokenizer.chat_template"])
+def test_text_that_is_not_utf8_is_an_error(tiny, tmp_path, capsys, key):
+    """The bytes of a key, and of its value where that is text, are spoiled one after the other."""
+    content = tiny.read_bytes()
+    end_of_key = content.index(key.encode()) + len(key)
+    after_type_and_length = end_of_key + 4 + 8
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content[: end_of_key - 1] + b"\xff" + content[end_of_key:])
+    fails_with(capsys, "is not a complete GGUF file", path)
+    if key.startswith("tokenizer"):
+        spoiled = content[:after_type_and_length] + b"\xff" + content[after_type_and_length + 1 :]
+        path.write_bytes(spoiled)
+        fails_with(capsys, f"metadata key '{key}' is not text in UTF-8", path)
+
+
+def test_an_array_longer_than_the_file_is_an_error(tiny, tmp_path, capsys):
+    content = bytearray(tiny.read_bytes())
+    length_at = content.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4 + 4
+    content[length_at : length_at + 8] = (2**60).to_bytes(8, "little")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    fails_with(capsys, "is not a complete GGUF file", path)
+
+
+def test_damaged_files_raise_no_other_error(tiny, tmp_path, capsys):
+    """Bytes of the metadata are overwritten at random: the file is refused or still loads."""
+    content = tiny.read_bytes()
+    end = content.index(b"blk.0")
+    rng = np.random.default_rng(0)
+    path = tmp_path / "model.gguf"
+    for _ in range(200):
+        damaged = bytearray(content)
+        for at in rng.integers(4, end, size=rng.integers(1, 4)):
+            damaged[at] = rng.integers(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(DemoError):
+            load(path)[2].encode_prompt("hi")
 
 
 @pytest.mark.parametrize(
@@ -539,6 +662,7 @@ def test_tensors_that_differ_from_a_llama_block_are_refused(tmp_path, capsys, ch
 def test_prompts_that_do_not_fit_are_refused(tiny, tmp_path, capsys):
     fails_with(capsys, "prompt 2 has 1[0-9]+ tokens; .* context of 128", tiny, prompts=["a", "b" * 128])
     fails_with(capsys, "prompt 1 has .* --max-tokens 127", tiny, "--max-tokens=127")
+    fails_with(capsys, "--page-size 129 is more than the model's context of 128", tiny, "--page-size=129")
     fails_with(
         capsys, "prompt 1 has no tokens", write_gguf(tmp_path / "bare.gguf", template=None), prompts=[""]
     )
@@ -575,3 +699,52 @@ def test_an_interrupt_ends_cleanly(tiny, capsys, monkeypatch):
     monkeypatch.setattr(run, "generate", interrupt)
     assert demo(tiny) == 130
     assert capsys.readouterr().err.endswith("\ninterrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "out of memory"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),
+            "out of memory: RESOURCE_EXHAUSTED: 9 GiB$",
+        ),
+    ],
+)
+def test_a_lack_of_memory_is_an_error(tiny, capsys, monkeypatch, error, message):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(run, "generate", refuse)
+    fails_with(capsys, message, tiny)
+
+
+# The streams of a process
+
+
+def shell(command, path, **environment):
+    """Run a command, in which ``$DEMO`` is the demo on the model at `path`: its status, stdout and stderr."""
+    demo = f"{sys.executable} -m jax_paged_attn.demo --gguf {path} --max-tokens 2"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "DEMO": demo, **environment}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+def test_an_output_that_nobody_reads_ends_the_demo_quietly(tiny):
+    status, _, err = shell("$DEMO --prompt a | true; exit ${PIPESTATUS[0]}", tiny)
+    assert status == 141
+    assert re.fullmatch(r"loading tiny.gguf: \d+\.\d s\n", err)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_output_that_takes_nothing_is_an_error(tiny):
+    status, _, err = shell("$DEMO --prompt a > /dev/full", tiny)
+    assert status == 1
+    assert err.splitlines()[1:] == ["error: cannot write the output: No space left on device"]
+
+
+def test_text_that_the_output_cannot_encode_is_replaced(tiny):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    status, out, _ = shell("$DEMO --prompt $'caf\\xc3\\xa9'", tiny, **ascii_only)
+    assert status == 0
+    assert out.startswith(b"> caf?\n")

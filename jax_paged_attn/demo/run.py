@@ -13,7 +13,7 @@ from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.generate import Generation, Options, generate
 from jax_paged_attn.demo.gguf_file import GGUFFile, find_smollm2, read_config, read_params
 from jax_paged_attn.demo.model import LlamaConfig, Params, Sampling
-from jax_paged_attn.demo.terminal import Progress, answer_printer, format_table
+from jax_paged_attn.demo.terminal import Progress, answer_printer, format_table, printable
 from jax_paged_attn.demo.tokenizer import ChatTokenizer
 
 DEFAULT_PROMPTS = (
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     name, config, params, tokenizer = _load(args.gguf or find_smollm2(), dtype)
     prompts = [tokenizer.encode_prompt(text) for text in texts]
-    _check_lengths(prompts, options.max_tokens, config)
+    _check_lengths(prompts, options, config)
     streams = [tokenizer.stream() for _ in prompts]
     with answer_printer(texts, sys.stdout) as printer:
         generation = generate(
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
             stop_ids=tokenizer.stop_ids,
             on_token=lambda row, token: printer.add(row, streams[row].add(token)),
         )
-    table = [("model", f"{name}, {dtype}"), ("device", _device_name())]
+    table = [("model", f"{printable(name)}, {dtype}"), ("device", _device_name())]
     table += _measurements(generation, prompts, options.page_size)
     print(format_table(table), flush=True)
     if args.check:
@@ -63,14 +63,18 @@ def _load(path: Path, dtype: str) -> tuple[str, LlamaConfig, Params, ChatTokeniz
     return file.name, config, params, tokenizer
 
 
-def _check_lengths(prompts: list[list[int]], max_tokens: int, config: LlamaConfig) -> None:
+def _check_lengths(prompts: list[list[int]], options: Options, config: LlamaConfig) -> None:
+    if options.page_size > config.context_length:
+        raise DemoError(
+            f"--page-size {options.page_size} is more than the model's context of {config.context_length}"
+        )
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise DemoError(f"prompt {number} has no tokens")
-        if len(prompt) + max_tokens > config.context_length:
+        if len(prompt) + options.max_tokens > config.context_length:
             raise DemoError(
-                f"prompt {number} has {len(prompt)} tokens; with --max-tokens {max_tokens} that is more than "
-                f"the model's context of {config.context_length}"
+                f"prompt {number} has {len(prompt)} tokens; with --max-tokens {options.max_tokens} that is "
+                f"more than the model's context of {config.context_length}"
             )
 
 

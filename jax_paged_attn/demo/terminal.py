@@ -12,6 +12,11 @@ from typing import Protocol, Self, TextIO
 _NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+def printable(text: str) -> str:
+    """Leave out the characters that steer a terminal."""
+    return text.translate(_NO_CONTROL)
+
+
 class Progress:
     """A progress bar; where the stream is not a terminal, one line at the end."""
 
@@ -85,7 +90,7 @@ class SinglePrinter:
 
     def add(self, row: int, text: str) -> None:
         """Write the text at once."""
-        self._stream.write(text.translate(_NO_CONTROL))
+        self._stream.write(printable(text))
         self._stream.flush()
 
 
@@ -111,7 +116,7 @@ class LinePrinter:
 
     def add(self, row: int, text: str) -> None:
         """Write the lines that this text fills; the last, open one waits."""
-        text = self._pending[row] + text.translate(_NO_CONTROL)
+        text = self._pending[row] + printable(text)
         *lines, text = text.split("\n")
         for line in lines:
             self._write(row, line)
@@ -149,7 +154,7 @@ class PanelPrinter:
 
     def add(self, row: int, text: str) -> None:
         """Append the text and redraw, unless the last frame is too young."""
-        self._texts[row] += text.translate(_NO_CONTROL).expandtabs()
+        self._texts[row] += printable(text).expandtabs()
         if time.perf_counter() - self._last_frame >= self.seconds_per_frame:
             self._draw()
 

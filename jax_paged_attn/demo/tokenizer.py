@@ -1,5 +1,10 @@
 """The model's own tokenizer and chat template, built from the metadata of its GGUF file."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
 import jinja2
 import jinja2.sandbox
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -17,6 +22,9 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+# Templates take milliseconds; the sandbox lets one of them loop for as long as it likes.
+_TEMPLATE_SECONDS = 5.0
 
 # How text is cut into words before merging, by tokenizer.ggml.pre.
 _GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,8 +50,9 @@ class ChatTokenizer:
     """
 
     def __init__(self, file: GGUFFile):
-        tokens = file.require("tokenizer.ggml.tokens", list)
-        kinds = file.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+        tokens = file.require_list("tokenizer.ggml.tokens", str)
+        kinds = file.find_list("tokenizer.ggml.token_type", int, len(tokens))
+        kinds = kinds or [_NORMAL] * len(tokens)
         model = file.require("tokenizer.ggml.model", str)
         if model == "gpt2":
             self._tokenizer = _gpt2_tokenizer(file, tokens)
@@ -59,15 +68,17 @@ class ChatTokenizer:
             ]
         )
 
-        bos_id, eos_id = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
+        bos_id, eos_id, eot_id = (
+            file.find(f"tokenizer.ggml.{name}_token_id", int, least=0, most=len(tokens) - 1)
+            for name in ("bos", "eos", "eot")
+        )
         self._bos, self._eos = ("" if token_id is None else tokens[token_id] for token_id in (bos_id, eos_id))
-        self._add_bos = file.get("tokenizer.ggml.add_bos_token", model == "llama")
-        self._template = file.get("tokenizer.chat_template")
-        named = {eos_id, file.get("tokenizer.ggml.eot_token_id")}
+        self._add_bos = file.get("tokenizer.ggml.add_bos_token", bool, model == "llama")
+        self._template = file.find("tokenizer.chat_template", str)
         self.stop_ids = frozenset(
             i
             for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if i in named or (kind == _CONTROL and token in _ENDS_OF_TURN)
+            if i in (eos_id, eot_id) or (kind == _CONTROL and token in _ENDS_OF_TURN)
         )
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -79,7 +90,11 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, in which the names of special tokens stand for the tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Bare exceptions come from tokenizers, also for text (a template's) that is no valid Unicode.
+        except Exception as error:
+            raise DemoError(f"the model's tokenizer failed: {error}") from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -94,39 +109,57 @@ class ChatTokenizer:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise_template_error
         try:
-            return environment.from_string(self._template or "").render(
-                messages=[{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                bos_token=self._bos,
-                eos_token=self._eos,
-            )
-        except jinja2.TemplateError as error:
-            raise DemoError(f"the model's chat template failed: {error}") from error
+            with _time_limit(_TEMPLATE_SECONDS):
+                return environment.from_string(self._template or "").render(
+                    messages=[{"role": "user", "content": prompt}],
+                    add_generation_prompt=True,
+                    bos_token=self._bos,
+                    eos_token=self._eos,
+                )
+        # A template is a program: it can fail in any way.
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise DemoError(f"the model's chat template failed: {reason}") from error
 
 
 class TextStream:
-    """Turns token ids into text piece by piece; a character cut in two by tokens waits for its end."""
+    """Turns token ids into text piece by piece; a character cut in two by tokens waits for its end.
+
+    The DecodeStream of tokenizers is not used: it raises an error where a byte token turns those before it
+    into no character.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._decoder = decoders.DecodeStream(skip_special_tokens=True)
+        self._given: list[int] = []  # the tokens of the last piece, after which a space is not the first
+        self._waiting: list[int] = []
 
     def add(self, token_id: int) -> str:
         """Return the text that this token completes, possibly none."""
-        return self._decoder.step(self._tokenizer, token_id) or ""
+        self._waiting.append(token_id)
+        given = self._tokenizer.decode(self._given, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._given + self._waiting, skip_special_tokens=True)
+        if len(text) <= len(given) or text.endswith("\ufffd"):
+            return ""
+        self._given, self._waiting = self._waiting, []
+        return text[len(given) :]
 
 
 def _gpt2_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     """Byte-level BPE: every byte has a printable stand-in, so that no text is unknown."""
-    pre = file.get("tokenizer.ggml.pre", "gpt-2")
+    pre = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(map(repr, _PRE_TOKENIZERS))
         raise DemoError(f"{file.path}: pre-tokenizer {pre!r} is not supported; supported: {supported}")
-    left_and_right = (merge.split(" ") for merge in file.require("tokenizer.ggml.merges", list))
-    merges = [(left, right) for left, right in left_and_right]
+    merges = []
+    for merge in file.require_list("tokenizer.ggml.merges", str):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise DemoError(f"{file.path}: a merge must be two tokens with a space between, got {merge!r}")
+        merges.append((left, right))
     vocab = {token: i for i, token in enumerate(tokens)}
     # Llama 3 takes a word that is a token as it is, even where its merges would cut it differently.
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(_bpe(file, vocab, merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -134,7 +167,7 @@ def _gpt2_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
 
 def _sentencepiece_tokenizer(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
     """Sentencepiece BPE, whose file gives a score for each token instead of a list of merges."""
-    scores = file.require("tokenizer.ggml.scores", list)
+    scores = file.require_list("tokenizer.ggml.scores", float, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
     mergeable = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
     # Every way to make a token of two others is a merge; the token with the highest score is made first.
@@ -147,10 +180,10 @@ def _sentencepiece_tokenizer(file: GGUFFile, tokens: list[str], kinds: list[int]
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     byte_fallback = _BYTE in kinds
     tokenizer = Tokenizer(
-        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+        _bpe(file, vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     )
     space = "\u2581"
-    add_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    add_prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     prefix = [normalizers.Prepend(space)] if add_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", space)])
     strip = [decoders.Strip(" ", 1, 0)] if add_prefix else []
@@ -158,6 +191,30 @@ def _sentencepiece_tokenizer(file: GGUFFile, tokens: list[str], kinds: list[int]
         [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _bpe(file: GGUFFile, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab, merges, **options)
+    # Bare exceptions are what tokenizers raises, as for a merge of tokens that are not in the vocabulary.
+    except Exception as error:
+        raise DemoError(f"{file.path}: its tokens and merges make no tokenizer: {error}") from error
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread, the only one that hears signals, when the time is over."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"it runs for more than {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def _raise_template_error(message: str) -> None:
