@@ -84,8 +84,31 @@ def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict
     return launches, compiled
 
 
+def stacked(function):
+    """The function at three scales, in a loop that writes each result into a larger array."""
+
+    def scanned(*arguments, **options):
+        def step(carry, sm_scale):
+            return carry, function(*arguments, sm_scale=sm_scale, **options)
+
+        return jax.lax.scan(step, None, jnp.array([0.1, 0.2, 0.3]))[1]
+
+    return scanned
+
+
+def torn_aliases(text: str) -> int:
+    """How many kernels of the compiled HLO update an operand in place, but are fused with a slice of the result.
+
+    XLA (jax 0.11.2, 0.12.0) then lets the kernel write into the slice, without what the operand held.
+    """
+    fusions = re.findall(r"^%dynamic-slice-fusion.*?^}", text, flags=re.MULTILINE | re.DOTALL)
+    return sum("output_to_operand_aliasing" in fusion for fusion in fusions)
+
+
 def compile_call(call: Call, sharding, seen):
     function, arguments, options = function_and_arguments(call)
+    if call.stacked:
+        function = stacked(function)
     arrays = {"kv_starts": jax.ShapeDtypeStruct((call.batch,), jnp.int32)} if call.kv_starts else {}
     record = jax_paged_attn.explain(function, *arguments, target="sm_90", **arrays, **options)
 
@@ -93,13 +116,15 @@ def compile_call(call: Call, sharding, seen):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (arguments, arrays)
     )
     # The default implementation, which is what users get; the explicit one would be interpreted on this host.
-    jax.jit(functools.partial(function, **options)).trace(*arguments, **arrays).lower().compile()
+    traced = jax.jit(functools.partial(function, **options)).trace(*arguments, **arrays)
+    text = traced.lower().compile().as_text()
     launches, compiled = new_in_dump(seen)
     return {
         "implementation": record.implementation,
         "estimate": record.smem_bytes,
         "smem_bytes": launches,
         "compiled": compiled,
+        "torn_aliases": torn_aliases(text or ""),
     }
 
 

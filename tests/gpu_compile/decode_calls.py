@@ -17,6 +17,7 @@ class Call:
     dtype: str = "bfloat16"
     kv_starts: bool = False
     v_head_dim: int | None = None  # head_dim
+    stacked: bool = False  # called in a scan, whose iterations' results are stacked
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
 
 
@@ -53,6 +54,7 @@ CALLS["options"] = (
     Call(*llama, page_size=None),
     Call(*llama, page_size=None, kv_layout="NHD"),
 )
+CALLS["scan"] = (Call(*llama, stacked=True), Call(*llama, stacked=True, options=(("return_lse", True),)))
 CALLS["limits"] = (
     Call(32, 2, 256, options=(("return_lse", True),)),  # most registers: 16 query heads of 256
     Call(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),

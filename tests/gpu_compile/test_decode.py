@@ -26,6 +26,7 @@ def test_compiles_without_spills_and_within_the_estimate(group):
         assert "error" not in result, f"{call}\n{result['error']}"
         assert result["implementation"] == "mosaic_gpu", call
         assert result["smem_bytes"], f"{call}: no kernel of ours was launched"
+        assert result["torn_aliases"] == 0, call
         for kernel, report in result["compiled"].items():
             assert report["spilled"] == 0, (call, kernel, report)
         used = max(result["smem_bytes"].values())  # of the decode kernel and of the merge
