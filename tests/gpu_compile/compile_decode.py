@@ -97,7 +97,7 @@ def stacked(function):
 
 
 def torn_aliases(text: str) -> int:
-    """How many kernels of the compiled HLO update an operand in place, but are fused with a slice of the result.
+    """How many kernels in the compiled HLO update an operand in place, yet are fused with a result's slice.
 
     XLA (jax 0.11.2, 0.12.0) then lets the kernel write into the slice, without what the operand held.
     """

@@ -101,7 +101,7 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
         kernel_name="paged_decode_merge",
         interpret=interpret,
     )(results["acc"], results["max_sum"], results["cut_rows"], *outs)
-    # In a loop that stacks its results, XLA (jax 0.11.2, 0.12.0) would fuse this kernel with the update of the
-    # stack, let it write there, and lose the rows that it leaves alone.
+    # In a loop that stacks its results, XLA (jax 0.11.2, 0.12.0) would fuse this kernel with the stack's
+    # update, let it write there, and lose the rows that it leaves alone.
     merged = lax.optimization_barrier([jax.freeze(ref) for ref in outs])
     return dict(zip(names, merged, strict=True))
