@@ -7,7 +7,7 @@ become `jax.experimental.checkify` checks on traced ones.
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -102,11 +102,17 @@ def check_bool(name: str, value: Any) -> None:
     check(isinstance(value, bool), name, "a bool", repr(value))
 
 
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Check for a Python or numpy integer of at least `least` and, if given, at most `most`."""
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+    ok = ok and int(value) >= least and (most is None or int(value) <= most)
+    expected = f"an int of at least {least}" if most is None else f"an int in [{least}, {most}]"
+    check(ok, name, expected, repr(value))
+
+
 def check_positive_int(name: str, value: Any, most: int | None = None) -> None:
     """Check for a Python or numpy integer of at least 1 and, if given, at most `most`."""
-    ok = isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
-    ok = ok and int(value) >= 1 and (most is None or int(value) <= most)
-    check(ok, name, "an int of at least 1" if most is None else f"an int in [1, {most}]", repr(value))
+    check_int(name, value, 1, most)
 
 
 def as_array(name: str, value: Any, expected: str = "an array") -> jax.Array:
@@ -121,18 +127,7 @@ def as_int32(name: str, value: Any) -> jax.Array:
     """Convert an integer array-like to int32; values outside its range are saturated, not wrapped."""
     if isinstance(value, jax.Array) and value.dtype == np.int32:
         return value
-    try:
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
-            array = jnp.asarray(value)
-        else:
-            array = value if isinstance(value, jax.Array) else np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: expected an integer array, got {type(value).__name__}") from error
-    if isinstance(value, list | tuple) and array.size == 0:  # an empty list has no dtype to speak of
-        array = array.astype(np.int32)
-    # To numpy, a timedelta64 is a signed integer.
-    ok = jnp.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64)
-    check(ok, name, "an integer array", f"dtype {array.dtype}")
+    array = as_integers(name, value, _asarray_in_place)
     limits = jnp.iinfo(array.dtype)
     low, high = max(limits.min, _INT32.min), min(limits.max, _INT32.max)
     if (low, high) != (limits.min, limits.max):
@@ -140,6 +135,28 @@ def as_int32(name: str, value: Any) -> jax.Array:
         xp = jnp if isinstance(array, jax.Array) else np
         array = xp.clip(array, array.dtype.type(low), array.dtype.type(high))
     return jnp.asarray(array.astype(np.int32))
+
+
+def as_integers(name: str, value: Any, asarray: Callable[[Any], Any] = np.asarray) -> Any:
+    """Convert an integer array-like with `asarray`; by default to a numpy array."""
+    try:
+        array = asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: expected an integer array, got {type(value).__name__}") from error
+    if isinstance(value, list | tuple) and array.size == 0:  # an empty list has no dtype to speak of
+        array = array.astype(np.int32)
+    # To numpy, a timedelta64 is a signed integer.
+    ok = jnp.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64)
+    check(ok, name, "an integer array", f"dtype {array.dtype}")
+    return array
+
+
+def _asarray_in_place(value: Any) -> jax.Array | np.ndarray:
+    """Keep what is on a device or traced there; anything else becomes a numpy array."""
+    if isinstance(value, jax.Array):
+        return value
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    return jnp.asarray(value) if traced else np.asarray(value)
 
 
 def as_sm_scale(sm_scale: Any, head_dim: int) -> float | jax.Array:
@@ -167,6 +184,24 @@ def check_layout(kv_layout: Any, allowed: tuple[str, ...] = tuple(LAYOUT_AXES)) 
     """Check the name of a cache layout."""
     check(
         isinstance(kv_layout, str) and kv_layout in allowed, "kv_layout", f"one of {allowed}", repr(kv_layout)
+    )
+
+
+def check_cache_shapes(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    kv_layout: str,
+    names: tuple[str, str] = ("k_pages", "v_pages"),
+) -> None:
+    """Check that K and V have the axes of the layout, and one shape but for head_dim."""
+    k_name, v_name = names
+    for name, cache in ((k_name, k_pages), (v_name, v_pages)):
+        check(cache.ndim == 4, name, f"shape [{', '.join(LAYOUT_AXES[kv_layout])}]", f"shape {cache.shape}")
+    check(
+        v_pages.shape[:-1] == k_pages.shape[:-1],
+        v_name,
+        f"the shape of {k_name} but for the last axis, {k_pages.shape[:-1]}",
+        f"shape {v_pages.shape}",
     )
 
 
@@ -210,20 +245,12 @@ def describe(
     if num_splits is not None:
         check_positive_int("num_splits", num_splits)
     check(q.ndim == 3, "q", "shape [batch, num_q_heads, head_dim]", f"shape {q.shape}")
-    axes = LAYOUT_AXES[kv_layout]
-    for name, cache in zip(cache_names, (k_pages, v_pages), strict=True):
-        check(cache.ndim == 4, name, f"shape [{', '.join(axes)}]", f"shape {cache.shape}")
-    check(
-        v_pages.shape[:-1] == k_pages.shape[:-1],
-        v_name,
-        f"the shape of {k_name} but for the last axis, {k_pages.shape[:-1]}",
-        f"shape {v_pages.shape}",
-    )
+    check_cache_shapes(k_pages, v_pages, kv_layout, cache_names)
     check(q.dtype.name in DTYPES, "q", f"a dtype of {DTYPES}", f"dtype {q.dtype}")
     for name, cache in zip(cache_names, (k_pages, v_pages), strict=True):
         check(cache.dtype == q.dtype, name, f"the dtype of q, {q.dtype}", f"dtype {cache.dtype}")
     batch, num_q_heads, head_dim = q.shape
-    sizes = dict(zip(axes, k_pages.shape, strict=True))
+    sizes = dict(zip(LAYOUT_AXES[kv_layout], k_pages.shape, strict=True))
     num_kv_heads = sizes["num_kv_heads"]
     check(
         sizes["head_dim"] == head_dim,
