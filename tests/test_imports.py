@@ -64,3 +64,21 @@ def test_the_reference_imports_no_kernel():
         """,
         JAX_PLATFORMS="cpu",
     )
+
+
+def test_the_page_pool_touches_no_device():
+    run(
+        """
+        from jax._src import xla_bridge
+        from jax_paged_attn import PagePool
+
+        pool = PagePool(num_pages=8, page_size=2)
+        seq_id = pool.allocate([1, 2, 3]).seq_id
+        rows = [seq_id, pool.fork(seq_id), -1]
+        pool.append_batch(rows, [4, 5, 0])
+        pool.truncate(seq_id, 1)
+        pool.block_tables(rows), pool.csr(rows), pool.kv_lens(rows), pool.stats()
+        pool.free(seq_id)
+        assert not xla_bridge.backends_are_initialized()
+        """
+    )
