@@ -22,7 +22,6 @@ from jax_paged_attn import paged_attention
 from jax_paged_attn.demo import cli, generate, model, run, terminal, tokenizer
 from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.gguf_file import GGUFFile, read_config, read_params
-from jax_paged_attn.demo.pages import PageAllocator
 from jax_paged_attn.demo.tokenizer import ChatTokenizer
 from jax_paged_attn.kernels import mosaic_gpu
 
@@ -328,23 +327,6 @@ def test_quantized_weights_are_dequantized(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     np.testing.assert_allclose(GGUFFile(tmp_path / "q8.gguf").tensor("w", (4, 64)), weight, atol=0.03)
-
-
-# Pages
-
-
-def test_pages_are_handed_out_once_and_come_back():
-    pages = PageAllocator(num_pages=9, page_size=4, batch=3, max_pages_per_row=5)
-    pages.grow(0, 17)
-    pages.grow(1, 4)
-    pages.grow(2, 9)
-    used = pages.block_tables[pages.block_tables >= 0]
-    assert sorted(used) == list(range(9))
-    pages.release(0)
-    pages.grow(1, 8)
-    assert (pages.num_used, pages.peak_pages) == (5, 9)
-    assert (pages.block_tables[0] == -1).all()
-    assert len(set(pages.block_tables[pages.block_tables >= 0])) == 5
 
 
 # Text

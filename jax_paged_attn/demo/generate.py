@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jax_paged_attn import explain
+from jax_paged_attn import PagePool, explain
 from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.model import LlamaConfig, Params, Sampling, decode_step, empty_cache, prefill
-from jax_paged_attn.demo.pages import PageAllocator, pages_for
 from jax_paged_attn.dispatch import Explanation
 
 
@@ -60,8 +59,8 @@ def generate(
 ) -> Generation:
     """Answer all prompts as one batch; ``on_token(row, token)`` hears of each token as it comes.
 
-    A row ends after `max_tokens` tokens or with a token of `stop_ids`, which is its last. Its pages then go
-    back to the free list, while the other rows go on.
+    A row ends after `max_tokens` tokens or with a token of `stop_ids`, which is its last. Its pages are then
+    free, while the other rows go on.
 
     Raises
     ------
@@ -75,11 +74,14 @@ def generate(
         prompt_tokens[row, : len(prompt)] = prompt
 
     # The last token of an answer is never written: nothing is attended to after it.
-    row_pages = [pages_for(len(prompt) + options.max_tokens - 1, options.page_size) for prompt in prompts]
+    row_pages = [-(-(len(prompt) + options.max_tokens - 1) // options.page_size) for prompt in prompts]
     num_pages = sum(row_pages)
-    pages = PageAllocator(num_pages, options.page_size, batch, max(row_pages), seed=options.sampling.seed)
-    for row, prompt in enumerate(prompts):
-        pages.grow(row, len(prompt))
+    # Shuffled, so that the pages of a row lie scattered, as in the pool of a server that has run for a while.
+    free_order = np.random.default_rng(options.sampling.seed).permutation(num_pages)
+    pool = PagePool(num_pages, options.page_size, free_order=free_order)
+    # Without token ids, prompts share no pages: prefill writes all of each one. A row that has ended is -1.
+    seq_ids = [pool.allocate(num_tokens=len(prompt)).seq_id for prompt in prompts]
+    block_tables = functools.partial(pool.block_tables, seq_ids, width=max(row_pages))
 
     dtype = params.token_embd.dtype
     cache = empty_cache(config, num_pages, options.page_size, dtype)
@@ -87,8 +89,8 @@ def generate(
     decode_fn = functools.partial(
         decode_step, config=config, sampling=options.sampling, implementation=options.implementation
     )
-    prefill_args = (params, cache, prompt_tokens, pages.block_tables, prompt_lens)
-    decode_args = (params, cache, prompt_lens, pages.block_tables, prompt_lens, np.int32(0))
+    prefill_args = (params, cache, prompt_tokens, block_tables(), prompt_lens)
+    decode_args = (params, cache, prompt_lens, block_tables(), prompt_lens, np.int32(0))
     try:
         generation = Generation([[] for _ in prompts], explain(decode_fn, *decode_args), num_pages)
     except NotImplementedError as error:
@@ -101,20 +103,18 @@ def generate(
         run_decode = jax.jit(decode_fn, donate_argnames="cache").lower(*decode_args).compile()
     generation.compile_time = time.perf_counter() - started
 
-    kv_lens = prompt_lens.copy()
-
     def take(tokens: np.ndarray) -> None:
         """Add a step's tokens to the answers; end their rows, or give them room for what comes next."""
-        for row in np.flatnonzero(kv_lens).tolist():
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id == -1:
+                continue
             token, answer = int(tokens[row]), generation.answers[row]
             answer.append(token)
             on_token(row, token)
             if token in stop_ids or len(answer) == options.max_tokens:
-                kv_lens[row] = 0
-                pages.release(row)
-            else:
-                kv_lens[row] += 1
-                pages.grow(row, int(kv_lens[row]))
+                pool.free(seq_id)
+                seq_ids[row] = -1
+        pool.append_batch(seq_ids)
 
     started = time.perf_counter()
     next_tokens, cache = run_prefill(*prefill_args)
@@ -124,13 +124,13 @@ def generate(
 
     started = time.perf_counter()
     step = 0
-    while kv_lens.any():
+    while (kv_lens := pool.kv_lens(seq_ids)).any():
         step += 1
-        next_tokens, cache = run_decode(params, cache, tokens, pages.block_tables, kv_lens, np.int32(step))
+        next_tokens, cache = run_decode(params, cache, tokens, block_tables(), kv_lens, np.int32(step))
         tokens = np.asarray(next_tokens)
         take(tokens)
     generation.decode_time = time.perf_counter() - started
-    generation.peak_pages = pages.peak_pages
+    generation.peak_pages = pool.stats().peak_used_pages
     return generation
 
 
