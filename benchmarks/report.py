@@ -23,6 +23,7 @@ COLUMNS = (
     "implementation",
     "ms",
     "spread",
+    "kernels",
     "bytes",
     "tbps",
     "share",
@@ -38,6 +39,11 @@ type Row = dict[str, str]
 
 def _key(row: Row) -> tuple[str, ...]:
     return tuple(row[column] for column in KEY)
+
+
+def _by_number(key: tuple[str, ...]) -> list[list[str | int]]:
+    """Sort A2 before A16, and 8x4096 before 16x4096: the runs of digits in a name count as numbers."""
+    return [[int(t) if t.isdigit() else t for t in re.split(r"(\d+)", part)] for part in key]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -84,7 +90,7 @@ def merge_rows(
     for key in withdrawn:
         rows.pop(key, None)
     rows |= {_key(row): row for row in new}
-    return [rows[key] for key in sorted(rows)]
+    return [rows[key] for key in sorted(rows, key=_by_number)]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -180,6 +186,7 @@ def csv_row(result: Result, read_tbps: float, peer_name: str, commit: str) -> Ro
     values = {
         "ms": f"{result.timing.ms:.5f}",
         "spread": f"{result.timing.spread:.4f}",
+        "kernels": str(len(result.timing.kernels)),
         "bytes": str(result.num_bytes),
         "tbps": f"{rate:.3f}",
         "share": f"{rate / read_tbps:.3f}",

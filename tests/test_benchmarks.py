@@ -157,13 +157,19 @@ def test_merged_rows_replace_keep_withdraw_and_sort():
     ]
 
 
+def test_numbers_in_names_sort_as_numbers():
+    names = ["1x128", "1x4096", "8x128", "16x128", "A", "A2", "A16", "A-8/1", "A-16/16"]
+    merged = report.merge_rows([row(name) for name in reversed(names)], [])
+    assert [r["workload"] for r in merged] == names
+
+
 def test_rows_survive_the_file(tmp_path):
     path = tmp_path / "results" / "h200.csv"
     assert report.read_rows(path) == []
     report.write_rows(path, [row("A", ms="0.25", peer="one, two")])
     assert report.read_rows(path) == [row("A", ms="0.25", peer="one, two")]
     assert path.read_text().splitlines()[0] == (
-        "workload,layout,dtype,implementation,ms,spread,bytes,tbps,share,peer,peer_ms,commit,jax"
+        "workload,layout,dtype,implementation,ms,spread,kernels,bytes,tbps,share,peer,peer_ms,commit,jax"
     )
     path.write_text("workload,ms\nA,1\n")
     with pytest.raises(ValueError, match="expected the columns"):
@@ -206,16 +212,9 @@ def test_table_and_row_of_a_timed_result():
     line = report.csv_row(timed, 4.6, "peer-1", "abc")
     assert line is not None
     assert tuple(line) == report.COLUMNS
-    assert list(line.values())[:7] == [
-        "A",
-        "HND",
-        "bfloat16",
-        "mosaic_gpu",
-        "0.25000",
-        "0.0100",
-        "1073741824",
-    ]
-    assert list(line.values())[7:-1] == ["4.295", "0.934", "peer-1", "0.27500", "abc"]
+    assert list(line.values())[:4] == ["A", "HND", "bfloat16", "mosaic_gpu"]
+    assert list(line.values())[4:8] == ["0.25000", "0.0100", "2", "1073741824"]
+    assert list(line.values())[8:-1] == ["4.295", "0.934", "peer-1", "0.27500", "abc"]
 
 
 def test_nothing_timed_means_no_row_and_no_number():
