@@ -14,6 +14,7 @@ from benchmarks.timing import Timing
 from jax_paged_attn.testing import assert_close
 
 type Measure = Callable[..., tuple[list[Any], Timing | None]]
+type Check = Callable[[Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,20 @@ class Failed:
     wrong: bool = False
 
 
+def equal_to(expected: Sequence[jax.Array]) -> Check:
+    """Make the check that each output is the expected one, within the tolerance of its dtype."""
+
+    def check(outputs: Sequence[Any]) -> None:
+        for out, want in zip(outputs, expected, strict=True):
+            assert_close(out, want)
+
+    return check
+
+
 def check_then_time(
     fn: Callable[..., Any],
     args: Sequence[tuple],
-    expected: Sequence[jax.Array],
+    check: Check,
     measure: Measure,
     iterations: int,
     label: str = "",
@@ -56,11 +67,11 @@ def check_then_time(
     Parameters
     ----------
     fn : callable
-        Gives one array.
+        Gives one array. The same function at the same shapes is compiled once, whatever the number of calls.
     args : sequence of tuple
         Arguments of equal shapes, for the calls to take in turn.
-    expected : sequence of jax.Array
-        The float32 result of each.
+    check : callable
+        Takes the outputs, one for each tuple of `args`; raises an AssertionError where one is wrong.
     measure : callable
         `timing.cupti`, or `timing.untimed` for a dry run.
     iterations : int
@@ -75,14 +86,12 @@ def check_then_time(
     Raises
     ------
     AssertionError
-        If a result differs from the expected one by more than the tolerance of its dtype.
+        If `check` finds a wrong result.
     """
     compiled = jax.jit(fn).lower(*args[0]).compile()
-    for each, want in zip(args, expected, strict=True):
-        assert_close(compiled(*each), want)
+    check([compiled(*each) for each in args])
     outputs, timing = measure(compiled, args, iterations=iterations)
-    for out, want in zip(outputs, expected, strict=True):
-        assert_close(out, want)
+    check(outputs)
     memory = compiled.memory_analysis()
     return Measured(timing, memory.temp_size_in_bytes if memory else 0, label)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from benchmarks.checked import Check, Failed, Measure, Measured, attempt, check_then_time
 from benchmarks.workloads import Cache, Workload
 
 
@@ -35,7 +37,7 @@ class Peer:
 def flash_attention_3() -> Peer | None:
     """FlashAttention-3 through JAX (package ``flash-attn3-jax``), or None where it is not installed.
 
-    It reads NHD pages only, and takes a split count that the caller must choose.
+    It reads the layout NHD only, and takes a split count that the caller must choose.
     """
     if importlib.util.find_spec("flash_attn3_jax") is None:
         return None
@@ -57,7 +59,7 @@ def flash_attention_3() -> Peer | None:
                     cache.k_pages,
                     cache.v_pages,
                     cache_seqlens=cache.kv_lens,
-                    page_table=cache.block_tables,
+                    page_table=None if workload.contiguous else cache.block_tables,
                     softmax_scale=workload.head_dim**-0.5,
                     num_splits=num_splits,
                 )
@@ -66,3 +68,32 @@ def flash_attention_3() -> Peer | None:
             yield f"{num_splits} splits", attend
 
     return Peer(f"fa3-jax-{importlib.metadata.version('flash-attn3-jax')}", why_not, variants)
+
+
+def run_peer(
+    peer: Peer | None,
+    workload: Workload,
+    caches: Sequence[Cache],
+    check: Check,
+    measure: Measure,
+    iterations: int,
+) -> Measured | Failed:
+    """Measure the peer at its best setting: each is tried briefly, and the best is measured like ours."""
+    if peer is None:
+        return Failed("not installed")
+    if (reason := peer.why_not(workload)) is not None:
+        return Failed(f"cannot run: {reason}")
+    args = [(cache,) for cache in caches]
+
+    def run(label: str, fn: Callable[[Cache], jax.Array], iterations: int) -> Measured | Failed:
+        return attempt(functools.partial(check_then_time, fn, args, check, measure, iterations, label))
+
+    tried = []
+    for label, fn in peer.variants(workload):
+        trial = run(label, fn, -(-iterations // 5))
+        if isinstance(trial, Measured):
+            tried.append((trial.timing.ms if trial.timing else 0.0, label, fn))
+    if not tried:
+        return Failed("WRONG or failed at every setting")
+    _, label, fn = min(tried, key=lambda trial: trial[0])
+    return run(label, fn, iterations)

@@ -1,23 +1,27 @@
 """The decode workloads, named by letter, and their inputs.
 
 A workload is data only: lengths, heads, page size. Every benchmark and every peer reads it from here, so a
-letter means the same bytes everywhere.
+letter means the same bytes everywhere. What follows the letter is what differs: "A-d64" is A with head_dim
+64, "A-16/16" A with those heads, both with lengths that keep A's bytes; "A-contiguous" is A without pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_paged_attn import PageTable, reference
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One decode step: a query token a row over a paged cache.
+    """One decode step: a query token a row over a paged or a contiguous cache.
 
     Attributes
     ----------
@@ -28,7 +32,7 @@ class Workload:
     num_q_heads, num_kv_heads : int
         Heads of the query and of the cache.
     page_size : int
-        Tokens in a page.
+        Tokens in a page; of a contiguous cache, the tokens a row has room for.
     head_dim, v_head_dim : int
         Columns of K (and q), and of V.
     dtype : str
@@ -36,6 +40,8 @@ class Workload:
     num_caches : int
         How many caches of this shape the timed calls take in turn. One cache far above the L2's size is cold
         at every call; a small one is cold only if the caches together are far above it.
+    contiguous : bool
+        A call of `decode_attention` rather than `paged_attention`: row b is page b.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Workload:
     v_head_dim: int = 128
     dtype: str = "bfloat16"
     num_caches: int = 1
+    contiguous: bool = False
 
     @property
     def batch(self) -> int:
@@ -72,21 +79,27 @@ class Workload:
 
     def shrunk(self) -> Workload:
         """Keep the heads and pages, at a size that a CPU can run: at most 3 rows of at most 70 tokens."""
-        return dataclasses.replace(self, kv_lens=tuple(n % 71 for n in self.kv_lens[:3]))
+        return dataclasses.replace(
+            self,
+            kv_lens=tuple(n % 71 for n in self.kv_lens[:3]),
+            page_size=80 if self.contiguous else self.page_size,
+            num_caches=min(self.num_caches, 2),
+        )
 
     def describe(self) -> str:
         """One readable line, for the results table."""
         lens = self.kv_lens
         lengths = f"{lens[0]}" if len(set(lens)) == 1 else f"{min(lens)} to {max(lens)}"
+        pages = f"contiguous, room for {self.page_size}" if self.contiguous else f"page {self.page_size}"
         rotating = f", rotating over {self.num_caches} caches" if self.num_caches > 1 else ""
         return (
             f"batch {self.batch}, heads {self.num_q_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, "
-            f"kv length {lengths}, page {self.page_size}{rotating}"
+            f"kv length {lengths}, {pages}{rotating}"
         )
 
 
 class Cache(NamedTuple):
-    """Inputs of one call, pages in the NHD layout."""
+    """Inputs of one call, pages in the NHD layout; a contiguous cache is one whose row b is page b."""
 
     q: jax.Array  # [batch, num_q_heads, head_dim]
     k_pages: jax.Array  # [num_pages, page_size, num_kv_heads, head_dim]
@@ -116,7 +129,27 @@ WORKLOADS = (
     Workload("F", kv_lens=(131072,) + (128,) * 63, num_q_heads=32, num_kv_heads=8),
     # 129 MB a cache: twice the L2 is too little to be sure that no page is left over from the last call.
     Workload("S", kv_lens=_short_lengths(), num_q_heads=32, num_kv_heads=8, num_caches=4),
+    Workload("A-d64", kv_lens=(8192,) * 64, num_q_heads=32, num_kv_heads=8, head_dim=64, v_head_dim=64),
+    Workload("A-d256", kv_lens=(2048,) * 64, num_q_heads=32, num_kv_heads=8, head_dim=256, v_head_dim=256),
+    Workload("A-16/16", kv_lens=(2048,) * 64, num_q_heads=16, num_kv_heads=16),
+    Workload("A-8/1", kv_lens=(32768,) * 64, num_q_heads=8, num_kv_heads=1),
+    Workload("A-71/1", kv_lens=(32768,) * 64, num_q_heads=71, num_kv_heads=1),
+    Workload(
+        "A-contiguous", kv_lens=(4096,) * 64, num_q_heads=32, num_kv_heads=8, page_size=4096, contiguous=True
+    ),
+    # Room above the longest row, as a cache of fixed size has it.
+    Workload(
+        "C-contiguous",
+        kv_lens=_skewed_lengths(),
+        num_q_heads=32,
+        num_kv_heads=8,
+        page_size=20480,
+        contiguous=True,
+    ),
 )
+
+
+FILLED_AT_ONCE = 1 << 24  # elements of a pool
 
 
 def make_cache(workload: Workload, seed: int) -> Cache:
@@ -141,35 +174,66 @@ def make_cache(workload: Workload, seed: int) -> Cache:
     >>> cache.k_pages.shape, cache.block_tables.shape
     ((3, 16, 2, 128), (2, 2))
     """
-    pages = np.array(workload.pages_per_row)
-    num_pages = max(int(pages.sum()), 1)
-    order = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
-    block_tables = np.zeros((workload.batch, max(int(pages.max()), 1)), np.int32)
-    # Row-major over the used entries: row b's pages are the next pages[b] of the shuffled pool.
-    used = np.arange(block_tables.shape[1]) < pages[:, None]
-    block_tables[used] = order[: int(pages.sum())]
+    if workload.contiguous:
+        num_pages, block_tables = workload.batch, np.arange(workload.batch, dtype=np.int32)[:, None]
+    else:
+        pages = np.array(workload.pages_per_row)
+        num_pages = max(int(pages.sum()), 1)
+        order = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+        block_tables = np.zeros((workload.batch, max(int(pages.max()), 1)), np.int32)
+        # Row-major over the used entries: row b's pages are the next pages[b] of the shuffled pool.
+        used = np.arange(block_tables.shape[1]) < pages[:, None]
+        block_tables[used] = order[: int(pages.sum())]
 
-    q, k_pages, v_pages = _normal(workload, jax.random.key(seed, impl="rbg"))
+    q, k_pages, v_pages = _normal(workload, num_pages, jax.random.key(seed, impl="rbg"))
     return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), jnp.asarray(workload.kv_lens, jnp.int32))
 
 
 # The key is of XLA's own generator ("rbg"): threefry would need several times the cache in temporary memory.
-@functools.partial(jax.jit, static_argnums=0)
-def _normal(workload: Workload, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    pool = (max(sum(workload.pages_per_row), 1), workload.page_size, workload.num_kv_heads)
-    shapes = (
-        (workload.batch, workload.num_q_heads, workload.head_dim),
-        (*pool, workload.head_dim),
-        (*pool, workload.v_head_dim),
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normal(workload: Workload, num_pages: int, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    pool = (num_pages, workload.page_size, workload.num_kv_heads)
     q_key, k_key, v_key = jax.random.split(key, 3)
-    q, k, v = (
-        jax.random.normal(each, shape, workload.dtype)
-        for each, shape in zip((q_key, k_key, v_key), shapes, strict=True)
-    )
-    return q, k, v
+    q = jax.random.normal(q_key, (workload.batch, workload.num_q_heads, workload.head_dim), workload.dtype)
+    k = _normal_pages(k_key, (*pool, workload.head_dim), workload.dtype)
+    return q, k, _normal_pages(v_key, (*pool, workload.v_head_dim), workload.dtype)
+
+
+def _normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Fill a pool some pages at a time: all at once takes as much again for the random bits."""
+    some = min(max(FILLED_AT_ONCE // math.prod(shape[1:]), 1), shape[0])
+
+    def fill(i: jax.Array, pages: jax.Array) -> jax.Array:
+        values = jax.random.normal(jax.random.fold_in(key, i), (some, *shape[1:]), dtype)
+        # The last pages' start is clipped, so that they overlap the ones before.
+        return jax.lax.dynamic_update_slice_in_dim(pages, values, i * some, axis=0)
+
+    return jax.lax.fori_loop(0, -(-shape[0] // some), fill, jnp.zeros(shape, dtype))
 
 
 def to_layout(pages: jax.Array, kv_layout: str) -> jax.Array:
     """NHD pages as a new contiguous array of `kv_layout` ("HND" or "NHD")."""
     return pages if kv_layout == "NHD" else jnp.swapaxes(pages, 1, 2)
+
+
+@jax.jit
+def expected_output(cache: Cache) -> jax.Array:
+    """Compute the float32 reference of one call, a row at a time: its memory is that of the longest row.
+
+    Parameters
+    ----------
+    cache : Cache
+        The inputs, of a paged or a contiguous cache.
+
+    Returns
+    -------
+    jax.Array
+        float32 [batch, num_q_heads, v_head_dim].
+    """
+
+    def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
+        q, block_table, kv_len = row
+        page_table = PageTable.from_block_tables(block_table, kv_len)
+        return reference.paged_attention(q, cache.k_pages, cache.v_pages, page_table, kv_layout="NHD")
+
+    return jax.lax.map(one_row, (cache.q, cache.block_tables, cache.kv_lens))

@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic: lengths, bytes, timings, results files. No GPU is needed for any of it."""
 
 import csv
+import dataclasses
 import doctest
 import os
 import subprocess
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked, decode, peers, report, timing, workloads
+from benchmarks import checked, decode, peers, report, session, timing, workloads
 from benchmarks.checked import Failed, Measured
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -25,7 +26,7 @@ def named(name):
     return next(w for w in WORKLOADS if w.name == name)
 
 
-@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, decode])
+@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, session, decode])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -41,6 +42,8 @@ def test_examples_in_docstrings(module):
         ("E", 0.537),
         ("F", 0.570),
         ("S", 0.1286),
+        *((name, 1.074) for name in ("A-d64", "A-d256", "A-16/16", "A-8/1", "A-71/1", "A-contiguous")),
+        ("C-contiguous", 1.860),
     ],
 )
 def test_bytes_of_a_call(name, gigabytes):
@@ -72,6 +75,26 @@ def test_a_cache_gives_each_page_to_one_row():
     used = zip(np.asarray(cache.block_tables), TINY.pages_per_row, strict=True)
     assert sorted(page for row, n in used for page in row[:n]) == [0, 1, 2, 3]
     assert float(jnp.std(cache.k_pages.astype(jnp.float32))) == pytest.approx(1, rel=0.05)
+
+
+def test_a_contiguous_cache_has_row_b_as_page_b():
+    roomy = dataclasses.replace(TINY, page_size=48, contiguous=True)
+    cache = workloads.make_cache(roomy, seed=3)
+    chex.assert_shape(cache.k_pages, (3, 48, 2, 64))
+    chex.assert_trees_all_equal(cache.block_tables[:, 0], jnp.arange(3))
+    assert roomy.num_bytes == TINY.num_bytes
+    assert "contiguous, room for 48" in roomy.describe()
+    assert all(max(w.kv_lens) <= w.page_size for w in WORKLOADS if w.contiguous)
+
+
+def test_a_pool_is_filled_to_its_end(monkeypatch):
+    # 13 pages, 4 at a time: the last overlap the ones before.
+    monkeypatch.setattr(workloads, "FILLED_AT_ONCE", 4 * 16 * 2 * 64)
+    cache = workloads.make_cache(dataclasses.replace(TINY, kv_lens=(13 * 16,)), seed=0)
+    deviations = np.asarray(jnp.std(cache.k_pages.astype(jnp.float32), axis=(1, 2, 3)))
+    assert deviations == pytest.approx(np.ones(13), rel=0.1)
+    pages = np.asarray(cache.k_pages).reshape(13, -1)
+    assert len(np.unique(pages[:, :8].astype(np.float32), axis=0)) == 13
 
 
 def test_layouts_hold_the_same_values():
@@ -232,14 +255,16 @@ def test_a_wrong_result_is_never_timed():
 
     x = jnp.ones((2, 3), jnp.bfloat16)
     outcome = checked.attempt(
-        lambda: checked.check_then_time(lambda x: x, [(x,)], [2 * x.astype(jnp.float32)], measure, 1)
+        lambda: checked.check_then_time(
+            lambda x: x, [(x,)], checked.equal_to([2 * x.astype(jnp.float32)]), measure, 1
+        )
     )
     assert outcome == Failed("WRONG", wrong=True)
 
 
 def test_the_best_setting_of_a_peer_counts():
     cache = workloads.make_cache(TINY, seed=0)
-    expected = decode.expected_output(cache)
+    expected = workloads.expected_output(cache)
 
     def setting(wrong):
         return lambda cache: expected.astype(jnp.bfloat16) + jnp.bfloat16(wrong)
@@ -254,15 +279,47 @@ def test_the_best_setting_of_a_peer_counts():
         lambda w: None,
         lambda w: iter([("wrong", setting(9)), ("slow", setting(0)), ("fast", setting(0))]),
     )
-    settings = decode.Settings(("NHD",), None, measure, 7, peer)
-    best = decode.run_peer(peer, TINY, [cache], [expected], settings)
+    best = peers.run_peer(peer, TINY, [cache], checked.equal_to([expected]), measure, 50)
     assert isinstance(best, Measured)
     assert best.label == "fast"
-    assert times == [10, 10, 7]
+    assert times == [10, 10, 50]
+
+
+def test_what_a_peer_is_given(monkeypatch):
+    # Stands in for the package, which needs a GPU: attention by the reference, over the layout NHD.
+    def flash_mha_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, softmax_scale, num_splits):
+        given.append((page_table is None, num_splits))
+        assert softmax_scale == TINY.head_dim**-0.5
+        if page_table is None:
+            page_table = jnp.arange(len(q))[:, None]
+        return workloads.expected_output(
+            workloads.Cache(q[:, 0], k_cache, v_cache, page_table, cache_seqlens)
+        ).astype(q.dtype)[:, None]
+
+    given = []
+    package = SimpleNamespace(flash_mha_with_kvcache=flash_mha_with_kvcache)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", package)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "0.2.3")
+    peer = peers.flash_attention_3()
+    assert peer is not None
+    assert peer.name == "fa3-jax-0.2.3"
+    refused = [w.name for w in WORKLOADS if peer.why_not(w) is not None]
+    assert refused == ["A-d64", "A-d256"]
+    roomy = dataclasses.replace(TINY, page_size=48, contiguous=True)
+    for workload in (TINY, roomy):
+        cache = workloads.make_cache(workload, seed=0)
+        check = checked.equal_to([workloads.expected_output(cache)])
+        assert peers.run_peer(peer, workload, [cache], check, timing.untimed, 5) == Failed(
+            "cannot run: its wheels are built for head_dim 128 only"
+        )
+        for _, attend in peer.variants(workload):
+            check([attend(cache)])
+    assert given == [(contiguous, 2**n) for contiguous in (False, True) for n in range(6)]
 
 
 def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
-    assert decode.main(["--dry-run", "--workloads", "D,S", "--out", str(tmp_path)]) == 0
+    assert decode.main(["--dry-run", "--workloads", "D,S,A-71/1,C-cont*", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("not measured") >= 8
     assert "WRONG" not in printed
@@ -270,7 +327,7 @@ def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(decode, "current_device", lambda: SimpleNamespace(platform="cpu", device_kind="cpu"))
+    monkeypatch.setattr(session, "current_device", lambda: SimpleNamespace(platform="cpu", device_kind="cpu"))
     assert decode.main(["--workloads", "A"]) == 2
     assert "needs a GPU" in capsys.readouterr().err
 
@@ -281,19 +338,23 @@ def test_unknown_workload_is_refused(capsys):
     assert "unknown workload Q" in capsys.readouterr().err
 
 
-def test_a_run_writes_the_csv_and_the_page(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def pretended_h200(monkeypatch):
+    """Times made up, no peer; what is written as on the real one."""
+
     def measure(fn, args, *, iterations):
         return [fn(*a) for a in args], timing.Timing(0.5, 0.01, ("decode", "merge"))
 
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    monkeypatch.setattr(decode, "current_device", lambda: device)
-    monkeypatch.setattr(decode.timing, "cupti", measure)
-    monkeypatch.setattr(
-        decode.timing, "read_bandwidths", lambda measure, num_bytes: {"sum": 4.0, "maxima": 4.5}
-    )
-    monkeypatch.setattr(decode, "flash_attention_3", lambda: None)
-    monkeypatch.setattr(decode, "WORKLOADS", (named("D").shrunk(), named("S").shrunk()))
+    monkeypatch.setattr(session, "current_device", lambda: device)
+    monkeypatch.setattr(timing, "cupti", measure)
+    monkeypatch.setattr(timing, "read_bandwidths", lambda measure, num_bytes: {"sum": 4.0, "maxima": 4.5})
+    monkeypatch.setattr(session, "flash_attention_3", lambda: None)
     monkeypatch.setenv("GPU_CHECK_COMMIT", "abc")
+
+
+def test_a_run_writes_the_csv_and_the_page(tmp_path, monkeypatch, pretended_h200):
+    monkeypatch.setattr(decode, "WORKLOADS", (named("D").shrunk(), named("S").shrunk()))
     report.write_rows(tmp_path / "h200.csv", [row("W1", ms="9")])
 
     assert decode.main(["--workloads", "D", "--out", str(tmp_path)]) == 0
