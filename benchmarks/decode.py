@@ -128,7 +128,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--layouts", type=functools.partial(chosen, LAYOUTS, "layout"), default=LAYOUTS, help="HND,NHD")
     add("--implementation", help="mosaic_gpu, xla, ...; left out: the default choice")
-    add_options(parser)
+    add_options(parser, iterations="timed rounds over a workload's caches")
     return parser.parse_args(argv)
 
 

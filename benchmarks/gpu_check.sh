@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Checks the package on a machine with a GPU: the whole test suite with the real kernels, then the decode
-# benchmark. Run it from the root of the repository; it needs no network. A failing step does not keep the
-# later ones from running, but makes the exit status 1.
+# benchmark; on request the sweep over batch and length as well. Run it from the root of the repository; it
+# needs no network. A failing step does not keep the later ones from running, but makes the exit status 1.
 #
 #   OUT      folder for logs and results (left out: build/gpu_check, and the results in benchmarks/results)
-#   STEPS    which steps to run (default "tests bench")
+#   STEPS    which of the steps tests, bench and sweep to run (default "tests bench")
 #   PYTHON   the interpreter (default python3)
 #   WORKERS  parallel test processes on the GPU, if pytest-xdist is installed (default 8)
 #   TESTS    what pytest is given (default: the whole suite)
 #   BENCH    further arguments of benchmarks.decode, such as "--workloads A,E"
-#   TESTS_LIMIT_S, BENCH_LIMIT_S   seconds after which a step is interrupted (defaults 280 and 180)
+#   SWEEP    further arguments of benchmarks.sweep, such as "--points *x4096"
+#   TESTS_LIMIT_S, BENCH_LIMIT_S, SWEEP_LIMIT_S   seconds after which a step is interrupted (defaults 280, 300
+#            and 240); what a benchmark measured until then is kept
 #   GPU_CHECK_COMMIT   the commit that results name, where this folder is a copy without git
 set -uo pipefail
 
@@ -77,12 +79,19 @@ sys.exit(1 if skipped or not tests else 0)
 PY
 }
 
-run_bench() {
-  # Rows of other benchmarks are kept: a fresh results folder starts from the committed ones.
-  if [ "$results" != benchmarks/results ]; then cp benchmarks/results/*.csv "$results"/ 2>/dev/null; fi
-  JAX_PLATFORMS=cuda timeout --signal=INT --kill-after=15 "${BENCH_LIMIT_S:-180}" \
-    "$python" -m benchmarks.decode --out "$results" ${BENCH:-}
+benchmark() { # seconds, module, its further arguments in one string, in which a * is not for the shell
+  local arguments
+  read -ra arguments <<<"$3"
+  JAX_PLATFORMS=cuda timeout --signal=INT --kill-after=15 "$1" "$python" -m "$2" --out "$results" "${arguments[@]}"
 }
+
+run_bench() { benchmark "${BENCH_LIMIT_S:-300}" benchmarks.decode "${BENCH:-}"; }
+run_sweep() { benchmark "${SWEEP_LIMIT_S:-240}" benchmarks.sweep "${SWEEP:-}"; }
+
+# Rows that a run does not measure are kept: a fresh results folder starts from the committed ones.
+for rows in benchmarks/results/*.csv; do
+  [ -e "$results/${rows##*/}" ] || cp "$rows" "$results"
+done
 
 step machine show_machine
 for name in ${STEPS:-tests bench}; do

@@ -153,9 +153,9 @@ def chosen(known: Sequence[str], what: str, text: str) -> list[str]:
     return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every benchmark has."""
-    parser.add_argument("--iterations", type=int, default=50, help="timed rounds (default 50)")
+def add_options(parser: argparse.ArgumentParser, iterations: str) -> None:
+    """Add the options that every benchmark has; `iterations` says what they are of."""
+    parser.add_argument("--iterations", type=int, default=50, help=f"{iterations} (default 50)")
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="folder of the results files"
     )

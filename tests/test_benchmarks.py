@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked, decode, peers, report, session, timing, workloads
+from benchmarks import checked, decode, peers, report, session, sweep, timing, workloads
 from benchmarks.checked import Failed, Measured
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -26,7 +26,7 @@ def named(name):
     return next(w for w in WORKLOADS if w.name == name)
 
 
-@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, session, decode])
+@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, session, decode, sweep])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -318,7 +318,13 @@ def test_what_a_peer_is_given(monkeypatch):
     assert given == [(contiguous, 2**n) for contiguous in (False, True) for n in range(6)]
 
 
-def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
+@pytest.fixture
+def no_peer(monkeypatch):
+    """Whatever is installed."""
+    monkeypatch.setattr(session, "flash_attention_3", lambda: None)
+
+
+def test_dry_run_checks_and_writes_nothing(tmp_path, capsys, no_peer):
     assert decode.main(["--dry-run", "--workloads", "D,S,A-71/1,C-cont*", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("not measured") >= 8
@@ -339,8 +345,8 @@ def test_unknown_workload_is_refused(capsys):
 
 
 @pytest.fixture
-def pretended_h200(monkeypatch):
-    """Times made up, no peer; what is written as on the real one."""
+def pretended_h200(monkeypatch, no_peer):
+    """Times made up; what is written as on the real one."""
 
     def measure(fn, args, *, iterations):
         return [fn(*a) for a in args], timing.Timing(0.5, 0.01, ("decode", "merge"))
@@ -349,7 +355,6 @@ def pretended_h200(monkeypatch):
     monkeypatch.setattr(session, "current_device", lambda: device)
     monkeypatch.setattr(timing, "cupti", measure)
     monkeypatch.setattr(timing, "read_bandwidths", lambda measure, num_bytes: {"sum": 4.0, "maxima": 4.5})
-    monkeypatch.setattr(session, "flash_attention_3", lambda: None)
     monkeypatch.setenv("GPU_CHECK_COMMIT", "abc")
 
 
@@ -379,15 +384,120 @@ def test_a_run_writes_the_csv_and_the_page(tmp_path, monkeypatch, pretended_h200
         assert text in page
 
 
+def test_the_sweeps_grid():
+    assert [w.batch for w in sweep.POINTS if set(w.kv_lens) == {4096}] == [2**n for n in range(10)]
+    longest = {batch: max(w.kv_lens[0] for w in sweep.POINTS if w.batch == batch) for batch in (1, 8, 64)}
+    assert longest == {1: 131072, 8: 131072, 64: 65536}
+    for point in sweep.POINTS:
+        assert 2 * point.num_bytes <= 60e9, point.name
+        assert point.num_bytes * point.num_caches > 4 * 60e6, point.name
+    assert sum(w.batch == 64 and w.kv_lens[0] == 4096 for w in sweep.POINTS) == 1
+
+
+def test_a_points_tables_share_no_page():
+    point = dataclasses.replace(sweep.make_point(2, 40), num_caches=3)
+    tables = sweep.block_tables(point)
+    assert tables.shape == (3, 2, 3)
+    assert sorted(tables.ravel()) == list(range(18))
+
+
+def shrunk_points(*shapes):
+    return tuple(dataclasses.replace(sweep.make_point(*shape), num_caches=2) for shape in shapes)
+
+
+def test_points_of_a_batch_share_a_compilation_and_a_sweep_is_written(tmp_path, monkeypatch, pretended_h200):
+    points = shrunk_points((1, 33), (1, 70), (3, 20))
+    monkeypatch.setattr(sweep, "POINTS", points)
+    called = []
+
+    def measure(fn, args, *, iterations):
+        called.append((fn, iterations))
+        return [fn(*a) for a in args], timing.Timing(0.01 * len(called), 0.01, ("decode", "merge"))
+
+    monkeypatch.setattr(timing, "cupti", measure)
+    assert sweep.main(["--points", "1x*", "--out", str(tmp_path)]) == 0
+    assert [iterations for _, iterations in called] == [25, 25]  # of two tables each
+    assert called[0][0].runtime_executable() is called[1][0].runtime_executable()
+    rows = report.read_rows(tmp_path / "h200_sweep.csv")
+    assert [(r["workload"], r["layout"], r["ms"], r["kernels"], r["commit"]) for r in rows] == [
+        ("1x33", "HND", "0.01000", "2", "abc"),
+        ("1x70", "HND", "0.02000", "2", "abc"),
+    ]
+    assert rows[0]["tbps"] == f"{33 * 4096 / 0.01 / 1e9:.3f}"
+    assert not (tmp_path / "h200_sweep.md").exists()
+
+    assert sweep.main(["--out", str(tmp_path)]) == 0
+    assert [r["workload"] for r in report.read_rows(tmp_path / "h200_sweep.csv")] == ["1x33", "1x70", "3x20"]
+    page = (tmp_path / "h200_sweep.md").read_text()
+    for text in ("NVIDIA H200", "commit: abc", "sum(kv_lens)", "python -m benchmarks.sweep", "3x20"):
+        assert text in page
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_sweep_gives_a_wrong_row_no_time_and_goes_on(tmp_path, monkeypatch, pretended_h200, capsys, row):
+    monkeypatch.setattr(sweep, "POINTS", shrunk_points((1, 5), (3, 5), (2, 5)))
+    attend = sweep.attend
+
+    def wrong_at_batch_3(q, *args):
+        out = jnp.asarray(attend(q, *args))
+        return out.at[row, 1, 7].add(1) if len(q) == 3 else out
+
+    monkeypatch.setattr(sweep, "attend", wrong_at_batch_3)
+    assert sweep.main(["--out", str(tmp_path)]) == 1
+    rows = report.read_rows(tmp_path / "h200_sweep.csv")
+    assert [r["workload"] for r in rows] == ["1x5", "2x5"]
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_point_without_inputs_does_not_end_the_sweep(tmp_path, monkeypatch, pretended_h200, capsys):
+    monkeypatch.setattr(sweep, "POINTS", shrunk_points((1, 5), (2, 5)))
+    expected_output = sweep.expected_output
+
+    def out_of_memory(cache):
+        if not calls:
+            calls.append(cache)
+            raise MemoryError
+        return expected_output(cache)
+
+    calls = []
+    monkeypatch.setattr(sweep, "expected_output", out_of_memory)
+    assert sweep.main(["--out", str(tmp_path)]) == 1
+    assert [r["workload"] for r in report.read_rows(tmp_path / "h200_sweep.csv")] == ["2x5"]
+    assert "MemoryError" in capsys.readouterr().out
+
+
+def test_a_peer_in_the_sweep_reads_the_same_rows(tmp_path, monkeypatch, pretended_h200):
+    monkeypatch.setattr(sweep, "POINTS", shrunk_points((2, 20), (2, 50)))
+    widths = []
+
+    def attend(cache):
+        widths.append(cache.block_tables.shape[1])
+        return workloads.expected_output(cache).astype(cache.q.dtype)
+
+    peer = peers.Peer("other", lambda w: None, lambda w: iter([("only", attend)]))
+    monkeypatch.setattr(session, "flash_attention_3", lambda: peer)
+    assert sweep.main(["--out", str(tmp_path)]) == 0
+    rows = report.read_rows(tmp_path / "h200_sweep.csv")
+    assert [(r["peer"], r["peer_ms"]) for r in rows] == [("other", "0.50000")] * 2
+    assert widths == [2, 4]  # traced once a shape
+
+
+def test_dry_run_of_the_sweep(tmp_path, capsys, no_peer):
+    assert sweep.main(["--dry-run", "--points", "1x256,64x65536,128x4096", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("not measured") == 4 + 3
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("skipped", "passes"), [(0, True), (1, False)])
 def test_gpu_check_fails_on_a_skip_and_still_runs_the_rest(tmp_path, skipped, passes):
-    # Stands in for the interpreter: real for the scripts on stdin, a recorder for pytest and the benchmark.
+    # Stands in for the interpreter: real for the scripts on stdin, a recorder for pytest and the benchmarks.
     stub = tmp_path / "python"
     stub.write_text(
         f"""#!/bin/sh
 case "$*" in
   *"-m pytest"*) echo '<testsuite tests="2" skipped="{skipped}"/>' >"$OUT/junit.xml";;
-  *benchmarks.decode*) echo "ran the benchmark with $*";;
+  *benchmarks.*) echo "ran the benchmark with $*";;
   *junit.xml) exec {sys.executable} "$@";;
   *) cat >/dev/null;;
 esac
@@ -401,7 +511,9 @@ esac
             "PATH": os.environ["PATH"],
             "OUT": str(tmp_path / "out"),
             "PYTHON": str(stub),
+            "STEPS": "tests bench sweep",
             "BENCH": "--workloads A",
+            "SWEEP": "--points *x4096",
         },
         capture_output=True,
         text=True,
@@ -409,7 +521,14 @@ esac
     )
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert f"2 tests, {skipped} skipped" in done.stdout
-    assert "--workloads A" in (tmp_path / "out" / "bench.log").read_text()
+    for step, arguments in (
+        ("bench", "decode --out {} --workloads A"),
+        ("sweep", "sweep --out {} --points *x4096"),
+    ):
+        log = (tmp_path / "out" / f"{step}.log").read_text()
+        assert f"-m benchmarks.{arguments.format(tmp_path / 'out' / 'results')}\n" in log
+    kept = (tmp_path / "out" / "results" / "h200.csv").read_bytes()
+    assert kept == (REPOSITORY / "benchmarks" / "results" / "h200.csv").read_bytes()
 
 
 def test_committed_results_are_readable():
