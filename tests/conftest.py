@@ -1,5 +1,7 @@
 """Settings for every test. They leave JAX's choice of platform alone: the suite runs on a GPU as well."""
 
+import importlib.util
+
 import hypothesis
 import jax
 import pytest
@@ -7,6 +9,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 # Collected only when named (`make gpu-compile`): these tests need the CUDA plugin and its compilers.
 collect_ignore = ["gpu_compile"]
+if importlib.util.find_spec("matplotlib") is None:
+    collect_ignore.append("test_plots.py")  # matplotlib is in the extra `dev`, but not in `test`
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Unused cache slots hold NaN on purpose, and an empty row's lse is -inf.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked, decode, peers, report, session, sweep, timing, workloads
+from benchmarks import checked, decode, peers, plots, report, session, sweep, timing, workloads
 from benchmarks.checked import Failed, Measured
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -26,7 +26,10 @@ def named(name):
     return next(w for w in WORKLOADS if w.name == name)
 
 
-@pytest.mark.parametrize("module", [workloads, timing, checked, peers, report, session, decode, sweep])
+MODULES = [workloads, timing, checked, peers, report, session, decode, sweep, plots]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -486,6 +489,12 @@ def test_dry_run_of_the_sweep(tmp_path, capsys, no_peer):
     assert sweep.main(["--dry-run", "--points", "1x256,64x65536,128x4096", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("not measured") == 4 + 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_sweep_there_is_nothing_to_draw(tmp_path, capsys):
+    assert plots.main(["--results", str(tmp_path)]) == 1
+    assert "run python -m benchmarks.sweep" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
