@@ -25,17 +25,10 @@ from jax_paged_attn import PageTable, decode_attention, explain, paged_attention
 LAYOUTS = ("HND", "NHD")
 
 NOTES = """\
-- **GB, TB/s**: `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
-  once; decimal.
-- **ms**: the summed durations of all kernels that one call launches (CUPTI), the median over {iterations}
-  rounds; **spread**: the 90th less the 10th percentile, over the median; **kernels**: how many one call
-  launches. Gaps between kernels and the time of the host are not in it.
-- **share of R**: TB/s over R, the fastest read by a large reduction, by the same timer in the same run.
 - Every output is compared with the float32 reference before it is timed, and the timed outputs again.
 - Inputs are random normal, pages in random order. Caches are cold: far above the L2, or several in turn
   ("rotating"); D alone is warm on purpose. The call's arguments include a ready-made page table; "contiguous"
   is a call of `decode_attention`, which takes none.
-- **workspace**: the temporary device memory of the compiled call.
 - The peer reads the layout NHD only: its one time, at the best of its split counts, stands beside both
   layouts."""
 
@@ -153,10 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     workloads = [[w.name, w.describe()] for w in WORKLOADS if w.name in ran]
     return session.finish(
         arguments.out / f"decode_{session.gpu}.md",
-        "Decode attention",
-        NOTES.format(iterations=arguments.iterations),
         results,
         report.markdown_table(["workload", "what"], workloads),
+        title="Decode attention",
+        timed=f"{arguments.iterations} rounds",
+        notes=NOTES,
         whole=len(results) == len(WORKLOADS) * len(LAYOUTS) and arguments.implementation is None,
     )
 

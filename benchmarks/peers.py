@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,7 @@ def run_peer(
     args = [(cache,) for cache in caches]
 
     def run(label: str, fn: Callable[[Cache], jax.Array], iterations: int) -> Measured | Failed:
-        return attempt(functools.partial(check_then_time, fn, args, check, measure, iterations, label))
+        return attempt(lambda: check_then_time(fn, args, check, measure, iterations, label))
 
     tried = []
     for label, fn in peer.variants(workload):

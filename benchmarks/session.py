@@ -17,6 +17,15 @@ from benchmarks.checked import Failed, Measure
 from benchmarks.peers import Peer, flash_attention_3
 from benchmarks.report import Result
 
+NOTES = """\
+- **GB, TB/s**: `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
+  once; decimal.
+- **ms**: the summed durations of all kernels that one call launches (CUPTI), the median over {timed};
+  **spread**: the 90th less the 10th percentile, over the median; **kernels**: how many one call launches.
+  Gaps between kernels and the time of the host are not in it.
+- **share of R**: TB/s over R, the fastest read by a large reduction, by the same timer in the same run.
+- **workspace**: the temporary device memory of the compiled call."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Session:
@@ -90,7 +99,14 @@ class Session:
         report.write_rows(path, kept)
 
     def finish(
-        self, path: Path, title: str, notes: str, results: Sequence[Result], *more: str, whole: bool
+        self,
+        path: Path,
+        results: Sequence[Result],
+        *more: str,
+        title: str,
+        timed: str,
+        notes: str,
+        whole: bool,
     ) -> int:
         """Print the page that is kept beside a csv, and write it where nothing is missing.
 
@@ -98,12 +114,12 @@ class Session:
         ----------
         path : Path
             Of the page.
-        title, notes : str
-            What was run, and how it was measured, as a Markdown list.
         results : sequence of Result
             All of the run.
         *more : str
             Further paragraphs.
+        title, timed, notes : str
+            What was run, what a time is the median of, and what else is to know, as a Markdown list.
         whole : bool
             Whether the run left nothing out.
 
@@ -116,7 +132,8 @@ class Session:
             print("dry run: tiny sizes, nothing was timed, nothing is written")
         else:
             versions = ", ".join(f"{name} {version}" for name, version in report.versions().items())
-            head = f"- command: `{self.command}`\n- commit: {self.commit}\n- versions: {versions}\n{notes}"
+            head = f"- command: `{self.command}`\n- commit: {self.commit}\n- versions: {versions}"
+            head = "\n".join([head, NOTES.format(timed=timed), notes])
             reads = "; ".join(f"{name} {_tbps_or_not(rate)}" for name, rate in self.bandwidths.items())
             reads = f"R, by reading 4 GiB: {reads}."
             page = "\n\n".join([f"# {title}, {self.device_kind}", head, self.table(results), reads, *more])

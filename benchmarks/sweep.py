@@ -41,19 +41,12 @@ MAX_BYTES = 60e9
 COLD_BYTES = 256_000_000
 CHECKED_ROWS = 8
 
-NOTES = """\
+NOTES = f"""\
 - **workload**: batch x length; 32/8 heads, head_dim 128, bfloat16, page 16.
-- **GB, TB/s**: `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
-  once; decimal.
-- **ms**: the summed durations of all kernels that one call launches (CUPTI), the median over {calls} calls
-  or more; **spread**: the 90th less the 10th percentile, over the median; **kernels**: how many one call
-  launches. Gaps between kernels and the time of the host are not in it.
-- **share of R**: TB/s over R, the fastest read by a large reduction, by the same timer in the same run.
-- {rows} rows of each point, evenly spread, are compared with the float32 reference before it is timed, and
-  the timed outputs again.
+- {CHECKED_ROWS} rows of each point, evenly spread, are compared with the float32 reference before it is
+  timed, and the timed outputs again.
 - Inputs are random normal, pages in random order. All reads are cold: calls take in turn as many page tables,
   over pages of their own, as hold 256 MB. Our tables are as wide as the longest row of the same batch.
-- **workspace**: the temporary device memory of the compiled call.
 - The peer reads the layout NHD, by tables just wide enough, at the best of its split counts."""
 
 
@@ -129,14 +122,15 @@ def make_calls(point: Workload, pool: Pool, width: int) -> Calls:
     """Make a point's inputs and its check; `width` is that of our page tables."""
     tables = block_tables(point)
     wide = np.pad(tables, ((0, 0), (0, 0), (0, width - tables.shape[2])))
-    q, kv_lens = jnp.asarray(pool.q[: point.batch]), jnp.asarray(point.kv_lens, jnp.int32)
+    lens = np.array(point.kv_lens, np.int32)
+    q, kv_lens = jnp.asarray(pool.q[: point.batch]), jnp.asarray(lens)
     ours = [(q, *pool.ours, make_table(table, kv_lens)) for table in wide]
     peers = [Cache(q, *pool.nhd, jnp.asarray(table), kv_lens) for table in tables]
 
     # The same number of rows at every point, some of them repeated where there are fewer: one compilation.
     sample = np.linspace(0, point.num_caches * point.batch - 1, CHECKED_ROWS).astype(int)
     calls, rows = np.divmod(sample, point.batch)
-    sampled = jnp.asarray(pool.q[rows]), *pool.nhd, jnp.asarray(wide[calls, rows]), kv_lens[rows]
+    sampled = [jnp.asarray(x) for x in (pool.q[rows], *pool.nhd, wide[calls, rows], lens[rows])]
     expected = expected_output(Cache(*sampled))
 
     def check(outputs: Sequence[jax.Array]) -> None:
@@ -202,9 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return session.finish(
         arguments.out / f"{stem}.md",
-        "One decode call against batch and length",
-        NOTES.format(calls=arguments.iterations, rows=CHECKED_ROWS),
         results,
+        title="One decode call against batch and length",
+        timed=f"{arguments.iterations} calls or more",
+        notes=NOTES,
         whole=len(results) == len(POINTS),
     )
 

@@ -149,9 +149,6 @@ WORKLOADS = (
 )
 
 
-FILLED_AT_ONCE = 1 << 24  # elements of a pool
-
-
 def make_cache(workload: Workload, seed: int) -> Cache:
     """Make random normal q, K and V, with the rows' pages in random order in the pool.
 
@@ -197,6 +194,9 @@ def _normal(workload: Workload, num_pages: int, key: jax.Array) -> tuple[jax.Arr
     q = jax.random.normal(q_key, (workload.batch, workload.num_q_heads, workload.head_dim), workload.dtype)
     k = _normal_pages(k_key, (*pool, workload.head_dim), workload.dtype)
     return q, k, _normal_pages(v_key, (*pool, workload.v_head_dim), workload.dtype)
+
+
+FILLED_AT_ONCE = 1 << 24  # elements of a pool
 
 
 def _normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
