@@ -11,12 +11,8 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_paged_attn import batching, validation
-from jax_paged_attn.batching import Operands
-from jax_paged_attn.page_table import PageTable
-from jax_paged_attn.validation import Problem
+from jax_paged_attn import validation
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -99,6 +95,30 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+    """What one or several public functions ask of an implementation.
+
+    Attributes
+    ----------
+    name : str
+        The module of an implementation's package that serves it.
+    functions : tuple[str, ...]
+        The public functions that it serves.
+    nothing : callable
+        ``nothing(problem, operands)`` is the result of a call that computes nothing.
+    fold : callable
+        ``fold(problem, size, batched, operands)`` is the call of one problem that a vmapped one of `size`
+        elements becomes, as (problem, operands), or None where it can't become one. `batched` says which
+        operands have the mapped axis.
+    """
+
+    name: str
+    functions: tuple[str, ...]
+    nothing: Callable[[Any, Any], Any]
+    fold: Callable[[Any, int, Any, Any], tuple[Any, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute the public functions.
 
@@ -106,8 +126,9 @@ class Implementation:
     ----------
     name : str
         What ``implementation=`` calls it.
-    module : str
-        Module with the names that `jax_paged_attn.kernels` lists; imported when it may be used.
+    package : str
+        Package with a module for each operation, which has the names that `jax_paged_attn.kernels` lists;
+        imported when it may be used.
     platforms : tuple[str, ...] or None
         Where it runs; None is everywhere.
     interpreted_on : tuple[str, ...]
@@ -115,20 +136,24 @@ class Implementation:
     """
 
     name: str
-    module: str
+    package: str
     platforms: tuple[str, ...] | None = None
     interpreted_on: tuple[str, ...] = ()
 
-    def load(self) -> ModuleType:
-        """Import the implementation's module."""
-        return importlib.import_module(self.module)
+    def module(self, operation: Operation) -> str:
+        """Name the module that serves an operation."""
+        return f"{self.package}.{operation.name}"
 
-    def why_not(self, problem: Problem, target: Target) -> str | None:
+    def load(self, operation: Operation) -> ModuleType:
+        """Import the module that serves an operation."""
+        return importlib.import_module(self.module(operation))
+
+    def why_not(self, operation: Operation, problem: Any, target: Target) -> str | None:
         """Say why it can't run this problem on this target; None if it can."""
         if self.platforms is not None and target.platform not in self.platforms:
             return f"runs on {', '.join(self.platforms)}, not on {target.platform}"
         try:
-            module = self.load()
+            module = self.load(operation)
         except ImportError as error:
             return f"cannot be imported: {error}"
         return module.why_not(problem, target)
@@ -153,7 +178,7 @@ class Explanation:
         What it was chosen for.
     interpreted : bool
         Whether the target only interprets the kernels.
-    problem : Problem
+    problem : object
         The call's static description; under `jax.vmap`, of the larger batch that the mapped calls make.
     config : object
         The implementation's own ``Config``.
@@ -172,7 +197,7 @@ class Explanation:
     implementation: str
     target: Target
     interpreted: bool
-    problem: Problem
+    problem: Any
     config: Any
     smem_bytes: int
     workspace_bytes: int
@@ -193,27 +218,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """An implementation with its config, ready to run; hashable, so that it can key a compilation."""
-
-    implementation: Implementation
-    config: Any
-    interpret: bool = False
-
-    def decode(self, problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
-        decode = self.implementation.load().decode
-        options = {"interpret": True} if self.interpret else {}
-        return decode(problem, self.config, *operands, **options)
-
-
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
     """Say what a call would run, and why the other implementations were passed over; computes nothing.
 
     Parameters
     ----------
     fn : callable
-        A function of this package, or any traceable function whose first attention call is of interest.
+        A function of this package, or any traceable function whose first call of one is of interest.
     *args, **kwargs
         Its arguments; `jax.ShapeDtypeStruct` may stand for any array.
     target : str, optional
@@ -253,31 +264,25 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, **kwa
     return recording.records[0]
 
 
-def run(
-    problem: Problem,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: PageTable,
-    kv_starts: jax.Array | None,
-    sm_scale: float | jax.Array,
-    *,
-    implementation: str | None,
-    config: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run a checked, batched call by the implementation asked for, or by the first that can.
+def run(operation: Operation, problem: Any, operands: Any, *, implementation: str | None, config: Any) -> Any:
+    """Run a checked call by the implementation asked for, or by the first that can.
+
+    Parameters
+    ----------
+    operation : Operation
+        Whose `problem` and `operands` these are.
+    problem
+        What is static about the call; hashable.
+    operands
+        A pytree of the call's arrays.
 
     Returns
     -------
-    out : [batch, num_q_heads, v_head_dim], of q's dtype
-    lse : float32[batch, num_q_heads], or None without ``problem.return_lse``
+    What the operation yields, a pytree of arrays.
     """
     names = tuple(candidate.name for candidate in IMPLEMENTATIONS)
     known = implementation is None or (isinstance(implementation, str) and implementation in names)
     validation.check(known, "implementation", f"None or one of {names}", repr(implementation))
-    # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
-    scale = sm_scale if isinstance(sm_scale, jax.Array) else jax.device_put(np.float32(sm_scale))
-    operands = Operands(q, k_pages, v_pages, page_table, kv_starts, scale)
     for leaf in jax.tree.leaves(operands):
         if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
             raise NotImplementedError(
@@ -285,153 +290,172 @@ def run(
                 f"jax.sharding.auto_axes; got {jax.typeof(leaf)}"
             )
     # Chosen here as well, so that what can't run is said before anything is traced.
-    _choices_by_platform(problem, implementation, config)
-    return _run(problem, implementation, config, operands)
-
-
-def _no_keys(problem: Problem) -> tuple[jax.Array, jax.Array | None]:
-    rows = (problem.batch, problem.num_q_heads)
-    lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
-    return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
+    call = _Call(operation, problem, implementation, config)
+    call.choices()
+    return _run(call, operands)
 
 
 # Jitted, so that an eager call compiles once a shape.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(
-    problem: Problem, implementation: str | None, config: Any, operands: Operands
-) -> tuple[jax.Array, jax.Array | None]:
-    arrays = (operands.q, operands.k_pages, operands.v_pages, operands.sm_scale)
-    q, k_pages, v_pages, sm_scale = _without_derivative(*arrays)
-    operands = operands._replace(q=q, k_pages=k_pages, v_pages=v_pages, sm_scale=sm_scale)
-    return _decode(problem, implementation, config, operands)
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: "_Call", operands: Any) -> Any:
+    # Around the operands, not the implementation: kernels that update a Ref can't be traced under custom_jvp.
+    leaves, structure = jax.tree.flatten(operands)
+    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    for i, leaf in zip(inexact, _without_derivative(call, *(leaves[i] for i in inexact)), strict=True):
+        leaves[i] = leaf
+    return call(jax.tree.unflatten(structure, leaves))
 
 
-def _decode(
-    problem: Problem, implementation: str | None, config: Any, operands: Operands
-) -> tuple[jax.Array, jax.Array | None]:
-    """Decode by what is chosen for each platform; under vmap, for the larger batch."""
-
-    @jax.custom_batching.custom_vmap
-    def decode(operands):
-        if (recording := _recording.value) is not None:
-            recording.add(problem, implementation, config)
-        if recording is not None or problem.is_empty:
-            return _no_keys(problem)
-        branches = {
-            platform: lambda *leaves, choice=choice: choice.decode(problem, Operands(*leaves))
-            for platform, choice in _choices_by_platform(problem, implementation, config)
-        }
-        if len(branches) == 1:
-            (only,) = branches.values()
-            return only(*operands)
-        # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
-        return jax.lax.platform_dependent(*operands, **branches)
-
-    @decode.def_vmap
-    def _(size, in_batched, operands):
-        (batched,) = in_batched
-        if recording := _recording.value:
-            recording.drop(problem)
-        if size == 0:
-            outs = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), _no_keys(problem))
-        elif batching.can_fold(problem, batched):
-            folded, rows = batching.fold(problem, size, batched, operands)
-            outs = _decode(folded, implementation, config, rows)
-            outs = jax.tree.map(lambda x: x.reshape(size, problem.batch, *x.shape[1:]), outs)
-        else:  # one after another
-            leaves, structure = jax.tree.flatten(operands)
-            has_axis = jax.tree.leaves(batched)
-
-            def element(i):
-                each = (x[i] if mapped else x for x, mapped in zip(leaves, has_axis, strict=True))
-                return _decode(problem, implementation, config, jax.tree.unflatten(structure, each))
-
-            outs = jax.lax.map(element, jnp.arange(size))
-        return outs, jax.tree.map(lambda _: True, outs)
-
-    return decode(operands)
-
-
-# Around the operands and not the implementation: kernels that update a Ref can't be traced under custom_jvp.
-@jax.custom_jvp
-def _without_derivative(*operands):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(call: "_Call", *operands: jax.Array) -> tuple[jax.Array, ...]:
     return operands
 
 
-def _refuse_to_differentiate(primals: Any, tangents: Any) -> NoReturn:
+@_without_derivative.defjvp
+def _(call: "_Call", primals: Any, tangents: Any) -> NoReturn:
+    functions = call.operation.functions
     raise NotImplementedError(
-        "paged_attention and decode_attention have no derivative; "
-        "jax_paged_attn.reference.paged_attention and .decode_attention are differentiable"
+        f"{' and '.join(functions)}: no derivative; jax_paged_attn.reference.{functions[0]} is differentiable"
     )
 
 
-_without_derivative.defjvp(_refuse_to_differentiate)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A checked call without its operands; hashable, so that it can key a compilation."""
+
+    operation: Operation
+    problem: Any
+    implementation: str | None
+    config: Any
+
+    def __call__(self, operands: Any) -> Any:
+        """Compute it by what is chosen for each platform; under vmap, as a call of the larger problem."""
+
+        @jax.custom_batching.custom_vmap
+        def compute(operands):
+            if (recording := _recording.value) is not None:
+                recording.add(self)
+            if recording is not None or self.problem.is_empty:
+                return self.operation.nothing(self.problem, operands)
+            leaves, structure = jax.tree.flatten(operands)
+            branches = {
+                platform: lambda *leaves, choice=choice: choice.run(
+                    self, jax.tree.unflatten(structure, leaves)
+                )
+                for platform, choice in self.choices()
+            }
+            if len(branches) == 1:
+                (only,) = branches.values()
+                return only(*leaves)
+            # One trace holds a branch for each platform, and lowering keeps the one it lowers for.
+            return jax.lax.platform_dependent(*leaves, **branches)
+
+        @compute.def_vmap
+        def _(size, in_batched, operands):
+            (batched,) = in_batched
+            if recording := _recording.value:
+                recording.drop(self)
+            results = self._mapped(size, batched, operands)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return compute(operands)
+
+    def _mapped(self, size: int, batched: Any, operands: Any) -> Any:
+        leaves, structure = jax.tree.flatten(operands)
+        has_axis = jax.tree.leaves(batched)
+
+        def element(i):
+            each = (x[i] if mapped else x for x, mapped in zip(leaves, has_axis, strict=True))
+            return jax.tree.unflatten(structure, each)
+
+        if size == 0:
+            each = (
+                jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype)
+                for x, mapped in zip(leaves, has_axis, strict=True)
+            )
+            one = jax.eval_shape(lambda *each: self(jax.tree.unflatten(structure, each)), *each)
+            return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), one)
+        folded = self.operation.fold(self.problem, size, batched, operands)
+        if folded is None:  # one after another
+            return jax.lax.map(lambda i: self(element(i)), jnp.arange(size))
+        problem, operands = folded
+        results = dataclasses.replace(self, problem=problem)(operands)
+        return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+
+    def choices(self) -> "tuple[tuple[str, _Choice], ...]":
+        """Choose for each platform that the call may be lowered for, "default" being any other."""
+        host = Target.current()
+        cuda = host if host.platform == "cuda" else Target.parse("cuda")
+        if self.implementation is None:
+            other = Target("cpu") if host.platform == "cuda" else host
+            # A config belongs to what the host runs; elsewhere it applies only if it fits.
+            choices = {
+                target.platform: self.select(target, strict=target == host)[0] for target in (cuda, other)
+            }
+            on_cuda, elsewhere = choices["cuda"], choices[other.platform]
+            if on_cuda == elsewhere:
+                return (("default", elsewhere),)
+            return (("cuda", on_cuda), ("default", elsewhere))
+        (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == self.implementation)
+        interpret = host.platform in named.interpreted_on
+        # A branch for a real device would not lower beside an interpreted one, as interpreting has side
+        # effects; `assume_target` is the way to lower an explicit choice for CUDA elsewhere.
+        choice, _ = self.select(_INTERPRETED if interpret else host)
+        return (("default", dataclasses.replace(choice, interpret=interpret)),)
+
+    def select(self, target: Target, strict: bool = True) -> "tuple[_Choice, tuple[tuple[str, str], ...]]":
+        """Select the implementation asked for, or the first that can run; say why each other was passed over.
+
+        A config of another type than the implementation's is an error where `strict`, else its default is
+        taken.
+        """
+        # Where nothing runs, what would is said of the smallest sizes that aren't empty.
+        problem = self.problem.nonempty() if self.problem.is_empty else self.problem
+        implementation, config = self.implementation, self.config
+        chosen = None
+        passed_over = []
+        for candidate in IMPLEMENTATIONS:
+            if implementation is not None and candidate.name != implementation:
+                passed_over.append((candidate.name, f"implementation={implementation!r} was asked for"))
+            elif chosen is not None:
+                passed_over.append((candidate.name, f"{chosen.name} comes first"))
+            elif (reason := candidate.why_not(self.operation, problem, target)) is None:
+                chosen = candidate
+            elif implementation is not None:
+                raise NotImplementedError(f"implementation={implementation!r} can't run this call: {reason}")
+            else:
+                passed_over.append((candidate.name, reason))
+        if chosen is None:
+            raise NotImplementedError(f"no implementation can run this call: {passed_over}")
+        module = chosen.load(self.operation)
+        if config is None or not (strict or isinstance(config, module.Config)):
+            config = module.default_config(problem, target)
+        expected = f"a {chosen.module(self.operation)}.Config for implementation {chosen.name!r}"
+        validation.check(isinstance(config, module.Config), "config", expected, repr(config))
+        if target.smem_bytes:
+            smem_bytes = module.usage(problem, config).smem_bytes
+            expected = f"one that takes at most {target.smem_bytes} bytes of shared memory"
+            got = f"{config}, {smem_bytes} bytes"
+            validation.check(smem_bytes <= target.smem_bytes, "config", expected, got)
+        return _Choice(chosen, config), tuple(passed_over)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """An implementation with its config, ready to run."""
+
+    implementation: Implementation
+    config: Any
+    interpret: bool = False
+
+    def run(self, call: _Call, operands: Any) -> Any:
+        run = self.implementation.load(call.operation).run
+        options = {"interpret": True} if self.interpret else {}
+        return run(call.problem, self.config, operands, **options)
 
 
 # What the interpreter plays: a small device, since every block takes time.
 _INTERPRETED = Target.cuda(_DEFAULT_CUDA, core_count=4)
-
-
-def _choices_by_platform(
-    problem: Problem, implementation: str | None, config: Any
-) -> tuple[tuple[str, _Choice], ...]:
-    """Choose for each platform that the call may be lowered for, "default" being any other."""
-    host = Target.current()
-    cuda = host if host.platform == "cuda" else Target.parse("cuda")
-    if implementation is None:
-        other = Target("cpu") if host.platform == "cuda" else host
-        # A config belongs to what the host runs; elsewhere it applies only if it fits.
-        choices = {
-            target.platform: _select(problem, target, None, config, strict=target == host)[0]
-            for target in (cuda, other)
-        }
-        on_cuda, elsewhere = choices["cuda"], choices[other.platform]
-        return (
-            (("default", elsewhere),) if on_cuda == elsewhere else (("cuda", on_cuda), ("default", elsewhere))
-        )
-    (named,) = (candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation)
-    interpret = host.platform in named.interpreted_on
-    # A branch for a real device would not lower beside an interpreted one, as interpreting has side effects;
-    # `assume_target` is the way to lower an explicit choice for CUDA elsewhere.
-    choice, _ = _select(problem, _INTERPRETED if interpret else host, implementation, config)
-    return (("default", dataclasses.replace(choice, interpret=interpret)),)
-
-
-def _select(
-    problem: Problem, target: Target, implementation: str | None, config: Any, strict: bool = True
-) -> tuple[_Choice, tuple[tuple[str, str], ...]]:
-    """Select the implementation asked for, or the first that can run; say why each other was passed over.
-
-    A config of another type than the implementation's is an error where `strict`, else its default is taken.
-    """
-    if problem.is_empty:  # nothing runs; what would, is said of the smallest sizes that aren't
-        sizes = ("batch", "page_size", "num_pages", "num_entries")
-        problem = dataclasses.replace(problem, **{name: max(getattr(problem, name), 1) for name in sizes})
-    chosen = None
-    passed_over = []
-    for candidate in IMPLEMENTATIONS:
-        if implementation is not None and candidate.name != implementation:
-            passed_over.append((candidate.name, f"implementation={implementation!r} was asked for"))
-        elif chosen is not None:
-            passed_over.append((candidate.name, f"{chosen.name} comes first"))
-        elif (reason := candidate.why_not(problem, target)) is None:
-            chosen = candidate
-        elif implementation is not None:
-            raise NotImplementedError(f"implementation={implementation!r} can't run this call: {reason}")
-        else:
-            passed_over.append((candidate.name, reason))
-    if chosen is None:
-        raise NotImplementedError(f"no implementation can run this call: {passed_over}")
-    module = chosen.load()
-    if config is None or not (strict or isinstance(config, module.Config)):
-        config = module.default_config(problem, target)
-    expected = f"a {chosen.module}.Config for implementation {chosen.name!r}"
-    validation.check(isinstance(config, module.Config), "config", expected, repr(config))
-    if target.smem_bytes:
-        smem_bytes = module.usage(problem, config).smem_bytes
-        expected = f"one that takes at most {target.smem_bytes} bytes of shared memory"
-        validation.check(smem_bytes <= target.smem_bytes, "config", expected, f"{config}, {smem_bytes} bytes")
-    return _Choice(chosen, config), tuple(passed_over)
 
 
 class _Recording:
@@ -441,17 +465,16 @@ class _Recording:
         self.target = target
         self.records: list[Explanation] = []
 
-    def add(self, problem: Problem, implementation: str | None, config: Any) -> None:
-        named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == implementation]
+    def add(self, call: _Call) -> None:
+        named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == call.implementation]
         interpreted = any(self.target.platform in candidate.interpreted_on for candidate in named)
-        played = _INTERPRETED if interpreted else self.target
-        choice, passed_over = _select(problem, played, implementation, config)
-        usage = choice.implementation.load().usage(problem, choice.config)
+        choice, passed_over = call.select(_INTERPRETED if interpreted else self.target)
+        usage = choice.implementation.load(call.operation).usage(call.problem, choice.config)
         record = Explanation(
             implementation=choice.implementation.name,
             target=self.target,
             interpreted=interpreted,
-            problem=problem,
+            problem=call.problem,
             config=choice.config,
             smem_bytes=usage.smem_bytes,
             workspace_bytes=usage.workspace_bytes,
@@ -461,9 +484,9 @@ class _Recording:
         )
         self.records.append(record)
 
-    def drop(self, problem: Problem) -> None:
-        """Forget the last record of `problem`, which turned out to be one element of a mapped call."""
-        last = max(i for i, record in enumerate(self.records) if record.problem == problem)
+    def drop(self, call: _Call) -> None:
+        """Forget the last record of `call`, which turned out to be one element of a mapped call."""
+        last = max(i for i, record in enumerate(self.records) if record.problem == call.problem)
         del self.records[last]
 
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_paged_attn import dispatch, validation
+from jax_paged_attn.calls import attention
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Ints
 
@@ -144,7 +146,7 @@ def attend(
             kv_starts = kv_starts[None]
         q = q[None]
         page_table = page_table.as_batched()
-    problem = validation.describe(
+    problem = attention.describe(
         q,
         k_pages,
         v_pages,
@@ -157,17 +159,12 @@ def attend(
     )
     scale = validation.as_sm_scale(sm_scale, problem.head_dim)
     if validate_values:
-        validation.check_values(problem, page_table, kv_starts, lens_name)
+        attention.check_table(problem, page_table, kv_starts, lens_name)
+    # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
+    scale = scale if isinstance(scale, jax.Array) else jax.device_put(np.float32(scale))
+    operands = attention.Operands(q, k_pages, v_pages, page_table, kv_starts, scale)
     out, lse = dispatch.run(
-        problem,
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        kv_starts,
-        scale,
-        implementation=implementation,
-        config=config,
+        attention.ATTENTION, problem, operands, implementation=implementation, config=config
     )
     if unbatched:
         out, lse = jax.tree.map(lambda x: x[0], (out, lse))

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the static description of a call that they yield.
+"""Checks of arguments that all public functions share.
 
 Static checks look at shapes and dtypes only and work on symbolic dimensions: they compare dimensions with
 ``==`` and never call ``int`` on them. Value checks are opt-in: they raise ValueError on concrete arrays and
@@ -32,58 +32,6 @@ LAYOUT_AXES = {
 }
 
 _INT32 = np.iinfo(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is static about one batched call. Hashable; dimensions may be symbolic (`jax.export`).
-
-    Attributes
-    ----------
-    batch, num_q_heads, num_kv_heads, head_dim, v_head_dim : int
-        Sizes of the query and of the cache's heads.
-    page_size, num_pages, num_entries : int
-        Tokens a page, pages in the pool, entries in ``page_table.indices``.
-    dtype : numpy.dtype
-        Of the query, the cache and the output.
-    kv_layout : str
-        A key of `LAYOUT_AXES`.
-    has_kv_starts, return_lse : bool
-        Whether ``kv_starts`` is given; whether the log-sum-exp is wanted.
-    num_splits : int or None
-        Runs that each row's tiles are cut into; None leaves it to the implementation.
-    """
-
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    page_size: int
-    num_pages: int
-    num_entries: int
-    dtype: np.dtype
-    kv_layout: str = "HND"
-    has_kv_starts: bool = False
-    return_lse: bool = False
-    num_splits: int | None = None
-
-    @property
-    def group_size(self) -> int:
-        """Query heads a kv head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether any dimension is symbolic."""
-        # Not dataclasses.astuple: it copies symbolic dimensions, which they don't all survive.
-        sizes = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return any(jax.export.is_symbolic_dim(dim) for dim in sizes)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the shapes alone say that no row has a token."""
-        return any(dim == 0 for dim in (self.batch, self.page_size, self.num_pages, self.num_entries))
 
 
 def check(ok: bool, name: str, expected: str, got: str) -> None:
@@ -223,138 +171,26 @@ def as_page_table(page_table: Any) -> "PageTable":
     return PageTable(**fields)
 
 
-def describe(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: "PageTable",
-    kv_starts: jax.Array | None,
-    *,
-    kv_layout: str,
-    return_lse: bool,
-    num_splits: int | None,
-    cache_names: tuple[str, str] = ("k_pages", "v_pages"),
-) -> Problem:
-    """Check the shapes, dtypes and flags of a batched call and describe it.
-
-    `cache_names` are the names that the caller knows the caches by.
-    """
-    k_name, v_name = cache_names
-    check_layout(kv_layout)
-    check_bool("return_lse", return_lse)
-    if num_splits is not None:
-        check_positive_int("num_splits", num_splits)
-    check(q.ndim == 3, "q", "shape [batch, num_q_heads, head_dim]", f"shape {q.shape}")
-    check_cache_shapes(k_pages, v_pages, kv_layout, cache_names)
-    check(q.dtype.name in DTYPES, "q", f"a dtype of {DTYPES}", f"dtype {q.dtype}")
-    for name, cache in zip(cache_names, (k_pages, v_pages), strict=True):
-        check(cache.dtype == q.dtype, name, f"the dtype of q, {q.dtype}", f"dtype {cache.dtype}")
-    batch, num_q_heads, head_dim = q.shape
-    sizes = dict(zip(LAYOUT_AXES[kv_layout], k_pages.shape, strict=True))
-    num_kv_heads = sizes["num_kv_heads"]
-    check(
-        sizes["head_dim"] == head_dim,
-        k_name,
-        f"the head_dim of q, {head_dim}",
-        f"head_dim {sizes['head_dim']}",
-    )
-    for name, size in (
-        ("q", head_dim),
-        ("q", num_q_heads),
-        (k_name, num_kv_heads),
-        (v_name, v_pages.shape[-1]),
-    ):
-        check(size != 0, name, "at least one head and head_dim at least 1", "an axis of size 0")
-    check(
-        num_q_heads % num_kv_heads == 0,
-        "q",
-        f"num_q_heads divisible by num_kv_heads={num_kv_heads}",
-        f"num_q_heads={num_q_heads}",
-    )
-    check(
-        page_table.kv_lens.shape == (batch,),
-        "page_table",
-        f"{batch} rows, the batch of q",
-        f"kv_lens of shape {page_table.kv_lens.shape}",
-    )
-    if kv_starts is not None:
-        check_shape("kv_starts", kv_starts, (batch,))
-    return Problem(
-        batch=batch,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_pages.shape[-1],
-        page_size=sizes["page_size"],
-        num_pages=sizes["num_pages"],
-        num_entries=page_table.indices.shape[0],
-        dtype=np.dtype(q.dtype),
-        kv_layout=kv_layout,
-        has_kv_starts=kv_starts is not None,
-        return_lse=return_lse,
-        num_splits=None if num_splits is None else int(num_splits),
-    )
-
-
 def check_csr_values(indptr: jax.Array, indices: jax.Array, last_page_len: jax.Array, page_size: int) -> None:
     """Check that ``indptr`` rises within ``[0, num_entries]`` and ``last_page_len`` fits the page."""
-    xp, (indptr, last_page_len) = _value_module(indptr, last_page_len)
+    xp, (indptr, last_page_len) = value_module(indptr, last_page_len)
     num_entries = indices.shape[0]
     pages = indptr[1:] - indptr[:-1]
-    _check_values(pages >= 0, "indptr", "a rising array", indptr)
-    _check_values((indptr >= 0) & (indptr <= num_entries), "indptr", f"values in [0, {num_entries}]", indptr)
+    check_values(pages >= 0, "indptr", "a rising array", indptr)
+    check_values((indptr >= 0) & (indptr <= num_entries), "indptr", f"values in [0, {num_entries}]", indptr)
     fits = (last_page_len >= 1) & (last_page_len <= page_size)
     expected = f"values in [1, {page_size}], or 0 in a row without pages"
-    _check_values(xp.where(pages > 0, fits, last_page_len == 0), "last_page_len", expected, last_page_len)
+    check_values(xp.where(pages > 0, fits, last_page_len == 0), "last_page_len", expected, last_page_len)
 
 
-def check_values(
-    problem: Problem, page_table: "PageTable", kv_starts: jax.Array | None, lens_name: str
-) -> None:
-    """Check a batched page table's lengths, entries and used page ids, and ``kv_starts``.
-
-    `lens_name` is the name that the caller knows the lengths by.
-    """
-    num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
-    arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
-    xp, (indices, row_starts, row_pages, kv_lens) = _value_module(*arrays)
-    expected = f"rows within the {num_entries} entries of indices"
-    inside = (row_pages >= 0) & (row_pages <= num_entries)
-    _check_values(inside, "page_table.row_pages", expected, row_pages)
-    inside = (row_starts >= 0) & (row_starts <= num_entries - xp.clip(row_pages, 0, num_entries))
-    _check_values(inside, "page_table.row_starts", expected, row_starts)
-    # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
-    used_pages = -(-kv_lens // max(page_size, 1))
-    fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
-    _check_values(fits, lens_name, f"values in [0, row_pages * {page_size}]", kv_lens)
-    # An entry is used if more rows begin at or before it than end there.
-    begins = xp.clip(row_starts, 0, num_entries)
-    ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
-    counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
-    in_range = (indices >= 0) & (indices < num_pages)
-    expected = f"used page ids in [0, {num_pages - 1}]"
-    _check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
-    if kv_starts is not None:
-        _, (starts, lens) = _value_module(kv_starts, page_table.kv_lens)
-        inside = (starts >= 0) & (starts <= lens)
-        _check_values(inside, "kv_starts", f"values in [0, {lens_name}]", starts)
-
-
-def _histogram(xp: Any, values: Any, size: int) -> Any:
-    """Count each of ``range(size)`` in values of at least 0; larger ones are left out."""
-    if xp is np:
-        return np.bincount(values, minlength=size)[:size]
-    return jnp.zeros(size, jnp.int32).at[values].add(1, mode="drop")
-
-
-def _value_module(*arrays: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+def value_module(*arrays: jax.Array) -> tuple[Any, tuple[Any, ...]]:
     """Return numpy and host copies if all arrays are concrete, else jax.numpy and the arrays themselves."""
     if any(isinstance(array, Tracer) for array in arrays):
         return jnp, arrays
     return np, tuple(np.asarray(array) for array in arrays)
 
 
-def _check_values(ok: Any, name: str, expected: str, got: Any) -> None:
+def check_values(ok: Any, name: str, expected: str, got: Any) -> None:
     """Raise ValueError if `ok` is concrete and false somewhere; add a checkify check if it is traced.
 
     A traced check tells the first wrong one only: checkify compares what checks tell by shape, and symbolic

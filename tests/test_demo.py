@@ -23,7 +23,7 @@ from jax_paged_attn.demo import cli, generate, model, run, terminal, tokenizer
 from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.gguf_file import GGUFFile, read_config, read_params
 from jax_paged_attn.demo.tokenizer import ChatTokenizer
-from jax_paged_attn.kernels import mosaic_gpu
+from jax_paged_attn.kernels.mosaic_gpu import attention
 
 CONFIG = model.LlamaConfig(
     num_layers=2,
@@ -177,7 +177,7 @@ def test_answers_of_a_batch_are_those_of_a_dense_cache(tiny, capsys, options, ch
 @pytest.mark.newest
 def test_the_pallas_kernels_answer_too(tiny, capsys, monkeypatch):
     # Interpreted, the default for a whole H200 would take minutes.
-    small = functools.partial(paged_attention, config=mosaic_gpu.Config(num_parts=4))
+    small = functools.partial(paged_attention, config=attention.Config(num_parts=4))
     monkeypatch.setattr(model, "paged_attention", small)
     options = ("--check", "--max-tokens=3", "--implementation=mosaic_gpu", "--dtype=bfloat16")
     assert demo(tiny, *options, prompts=PROMPTS[:2]) == 0

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jax_paged_attn import PageTable, decode_attention, dispatch, explain, paged_attention, testing
+from jax_paged_attn.calls.attention import ATTENTION
 from jax_paged_attn.dispatch import IMPLEMENTATIONS, Target
-from jax_paged_attn.kernels import xla
+from jax_paged_attn.kernels.xla import attention as xla_attention
 
 
 def shapes(dtype="bfloat16", head_dim=128, batch=4):
@@ -19,7 +20,7 @@ def shapes(dtype="bfloat16", head_dim=128, batch=4):
 def test_explain_for_cpu():
     record = explain(paged_attention, *shapes(), target="cpu")
     assert record.implementation == "xla"
-    assert record.config == xla.Config()
+    assert record.config == xla_attention.Config()
     assert record.smem_bytes == 0
     assert record.workspace_bytes > 0
     assert record.accumulator_dtype == "float32"
@@ -150,8 +151,8 @@ def test_every_implementation_is_last_resort_or_says_why():
     *others, last = IMPLEMENTATIONS
     problem = explain(paged_attention, *shapes(head_dim=7), target="cpu").problem
     for platform in ("cpu", "cuda", "rocm", "tpu"):
-        assert last.why_not(problem, Target.parse(platform)) is None
-        assert all(other.why_not(problem, Target.parse(platform)) for other in others)
+        assert last.why_not(ATTENTION, problem, Target.parse(platform)) is None
+        assert all(other.why_not(ATTENTION, problem, Target.parse(platform)) for other in others)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
@@ -173,7 +174,7 @@ def test_an_import_that_fails_is_a_reason(monkeypatch):
 @pytest.mark.parametrize("block_kv", [1, 16, 100, 4096])
 def test_config(block_kv):
     inputs = testing.make_inputs(testing.case("starts_splits"))
-    config = xla.Config(block_kv=block_kv)
+    config = xla_attention.Config(block_kv=block_kv)
     options = {"config": config, "implementation": "xla"}
     result = paged_attention(*inputs.args, return_lse=True, num_splits=3, **inputs.options, **options)
     testing.assert_close(result, inputs.expected())
@@ -183,7 +184,7 @@ def test_config(block_kv):
 def test_a_config_checks_itself():
     for block_kv in (0, -1, 1.5, "64", True):
         with pytest.raises(ValueError, match=r"^block_kv: expected"):
-            xla.Config(block_kv=block_kv)  # pyright: ignore[reportArgumentType]
+            xla_attention.Config(block_kv=block_kv)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_trace_lowers_for_every_platform():

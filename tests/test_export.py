@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from jax_paged_attn import PageTable, decode_attention, paged_attention, reference, testing, validation
+from jax_paged_attn import PageTable, decode_attention, paged_attention, reference, testing
+from jax_paged_attn.calls.attention import Problem
 
 pytestmark = pytest.mark.newest
 
@@ -118,7 +119,7 @@ def test_a_symbolic_head_dim_has_a_default_scale():
 def test_a_problem_knows_its_symbolic_dimensions(monkeypatch):
     sizes: Any = jax.export.symbolic_shape("b, p")
     b, p = sizes
-    problem = validation.Problem(
+    problem = Problem(
         batch=b,
         num_q_heads=4,
         num_kv_heads=2,

@@ -12,9 +12,9 @@ import pytest
 from jax_paged_attn import PageTable, decode_attention, dispatch, paged_attention
 from jax_paged_attn.validation import LAYOUT_AXES
 
-# Of a choice by platform, and of small arrays: a contiguous cache's page table, a traced scale. No gather,
-# transpose, slice, pad or convert.
-HARMLESS = {"constant", "return", "case", "iota", "broadcast_in_dim", "reshape"}
+# Of a choice by platform, of small arrays (a contiguous cache's page table, a traced scale), and what only
+# orders. No gather, transpose, slice, pad or convert.
+HARMLESS = {"constant", "return", "case", "iota", "broadcast_in_dim", "reshape", "optimization_barrier"}
 
 # The default choice, and the kernel asked for, which only a host that takes itself for a GPU lowers.
 each_choice = pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])

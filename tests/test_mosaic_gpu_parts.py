@@ -12,14 +12,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn import reference, testing
-from jax_paged_attn.kernels import mosaic_gpu
-from jax_paged_attn.kernels.mosaic_gpu import decode_kernel, softmax
+from jax_paged_attn.calls.attention import Operands, Problem
+from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, softmax
 from jax_paged_attn.kernels.mosaic_gpu.layouts import MMA_ROWS, MatrixUnit, along_rows, f32, full
 from jax_paged_attn.kernels.mosaic_gpu.page_loading import page_spec, window
 from jax_paged_attn.kernels.mosaic_gpu.rows import Row
 from jax_paged_attn.kernels.mosaic_gpu.shared_memory import shared_tile
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
-from jax_paged_attn.validation import LAYOUT_AXES, Problem
+from jax_paged_attn.validation import LAYOUT_AXES
 
 INTERPRETED = testing.interpreting("mosaic_gpu")
 i32 = jnp.int32
@@ -145,11 +145,11 @@ def test_another_index_map_reads_other_pages(monkeypatch):
         dtype=np.dtype(q.dtype),
         return_lse=True,
     )
-    config = mosaic_gpu.Config(num_stages=2, num_parts=3)
+    config = attention.Config(num_stages=2, num_parts=3)
     # Not through the public function, whose compilations outlive this test.
     call = jax.jit(
-        lambda q, k, v, table: mosaic_gpu.decode(
-            problem, config, q, k, v, table, None, jnp.float32(0.1), interpret=INTERPRETED
+        lambda q, k, v, table: attention.run(
+            problem, config, Operands(q, k, v, table, None, jnp.float32(0.1)), interpret=INTERPRETED
         )
     )
     used = jnp.where((table.indices >= 0) & (table.indices < num_pages), table.indices, 0)

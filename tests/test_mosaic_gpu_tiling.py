@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_paged_attn.calls.attention import Problem
 from jax_paged_attn.kernels.mosaic_gpu.plan import Config, Plan
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
-from jax_paged_attn.validation import Problem
 
 BLOCK_KV = 64
 PAGE_SIZES = (*range(1, 131), 544, 2048)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_paged_attn import PageTable, decode_attention, explain, merge_state, paged_attention, testing
-from jax_paged_attn.kernels import xla
+from jax_paged_attn.kernels.xla import attention as xla_attention
 
 
 def inputs():
@@ -27,12 +27,16 @@ def inputs():
 @pytest.mark.parametrize("block_kv", [0, -1, 2**20 + 1, 2**31, 1.0, True])
 def test_bad_config(block_kv):
     with pytest.raises(ValueError, match=r"^block_kv: expected an int in .*, got "):
-        xla.Config(block_kv=block_kv)
+        xla_attention.Config(block_kv=block_kv)
 
 
 @pytest.mark.parametrize("num_splits", [320, 10**8, 2**31])
 def test_no_more_splits_than_tiles(num_splits):
-    options: dict[str, Any] = {"implementation": "xla", "config": xla.Config(block_kv=16), "return_lse": True}
+    options: dict[str, Any] = {
+        "implementation": "xla",
+        "config": xla_attention.Config(block_kv=16),
+        "return_lse": True,
+    }
     # The longest row has 10 tiles, and the 40 entries hold 20.
     expected = paged_attention(*inputs(), num_splits=20, **options)
     chex.assert_trees_all_equal(paged_attention(*inputs(), num_splits=num_splits, **options), expected)

@@ -1,6 +1,7 @@
-"""Implementations of the public functions, one package each.
+"""Implementations of the public functions: a package each, with a module for each operation that it serves.
 
-Each exposes the same names; `jax_paged_attn.dispatch` imports it only when it may be used:
+Operations are described in `jax_paged_attn.calls`. Each module exposes the same names;
+`jax_paged_attn.dispatch` imports it only when it may be used:
 
 ``Config``
     A frozen dataclass of its choices that checks itself (ValueError).
@@ -8,10 +9,11 @@ Each exposes the same names; `jax_paged_attn.dispatch` imports it only when it m
     Why it can't run this problem on this target; None if it can.
 ``default_config(problem, target) -> Config``
 ``usage(problem, config) -> Usage``
-``decode(problem, config, q, k_pages, v_pages, page_table, kv_starts, sm_scale) -> (out, lse)``
-    Of a batched call, `sm_scale` a float32 scalar: out [batch, num_q_heads, v_head_dim] in q's dtype, and lse
-    float32[batch, num_q_heads] or None without ``problem.return_lse``. One that some platform interprets also
-    takes ``interpret=True``.
+``run(problem, config, operands) -> results``
+    Of a checked, batched call. One that some platform interprets also takes ``interpret=True``.
+
+``attention`` yields (out, lse): out [batch, num_q_heads, v_head_dim] in q's dtype, and lse
+float32[batch, num_q_heads] or None without ``problem.return_lse``.
 """
 
 import dataclasses

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
+from jax_paged_attn.calls.attention import Problem
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
-from jax_paged_attn.validation import Problem
 
 from .integers import ceil_div
 from .plan import MAX_PARTS, MAX_ROWS, Config, Plan

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jax_paged_attn.validation import Problem, check, check_positive_int
+from jax_paged_attn.calls.attention import Problem
+from jax_paged_attn.validation import check, check_positive_int
 
 from .integers import ceil_div, round_up
 from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS

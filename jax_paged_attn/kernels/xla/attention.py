@@ -1,16 +1,14 @@
 """Decode attention by an online softmax over tiles of keys, all rows in step."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_paged_attn import merge, validation
+from jax_paged_attn.calls.attention import Operands, Problem
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
-from jax_paged_attn.page_table import PageTable
-from jax_paged_attn.validation import Problem
 
 _MAX_BLOCK_KV = 2**20  # a tile of it is far past any use, and positions stay in int32
 
@@ -49,17 +47,9 @@ def usage(problem: Problem, config: Config) -> Usage:
     return Usage(smem_bytes=0, workspace_bytes=runs * (tile * problem.dtype.itemsize + 4 * state))
 
 
-def decode(
-    problem: Problem,
-    config: Config,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: PageTable,
-    kv_starts: jax.Array | None,
-    sm_scale: jax.Array | float,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Decode attention; see `jax_paged_attn.kernels` for the contract."""
+def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Attend; see `jax_paged_attn.kernels` for the contract."""
+    q, k_pages, v_pages, page_table, kv_starts, sm_scale = operands
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
     num_splits, block_kv = _num_splits(problem, config), config.block_kv
     # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
@@ -104,7 +94,7 @@ def decode(
         jnp.zeros(runs, jnp.float32),
         jnp.zeros((*runs, problem.v_head_dim), jnp.float32),
     )
-    axes = _manual_axes(q, k_pages, v_pages, page_table, kv_starts, sm_scale)
+    axes = _manual_axes(operands)
     state = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), state)
     peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
@@ -123,7 +113,7 @@ def _num_splits(problem: Problem, config: Config) -> int:
     return max(1, min(num_splits, -(-problem.num_entries * problem.page_size // config.block_kv)))
 
 
-def _manual_axes(*operands: Any) -> tuple[str, ...]:
+def _manual_axes(operands: Operands) -> tuple[str, ...]:
     """Axes of `jax.shard_map` that some operand varies over: a loop's state must vary so from the start."""
     types = (jax.typeof(leaf) for leaf in jax.tree.leaves(operands))
     return tuple(sorted(frozenset().union(*(t.manual_axis_type.varying for t in types))))

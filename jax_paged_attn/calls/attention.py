@@ -1,0 +1,254 @@
+"""The attention of rows over a cache: what is static about a call, its operands, its vmapped form."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_paged_attn import validation
+from jax_paged_attn.dispatch import Operation
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import LAYOUT_AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is static about one batched call. Hashable; dimensions may be symbolic (`jax.export`).
+
+    Attributes
+    ----------
+    batch, num_q_heads, num_kv_heads, head_dim, v_head_dim : int
+        Sizes of the query and of the cache's heads.
+    page_size, num_pages, num_entries : int
+        Tokens a page, pages in the pool, entries in ``page_table.indices``.
+    dtype : numpy.dtype
+        Of the query, the cache and the output.
+    kv_layout : str
+        A key of `LAYOUT_AXES`.
+    has_kv_starts, return_lse : bool
+        Whether ``kv_starts`` is given; whether the log-sum-exp is wanted.
+    num_splits : int or None
+        Runs that each row's tiles are cut into; None leaves it to the implementation.
+    """
+
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    num_pages: int
+    num_entries: int
+    dtype: np.dtype
+    kv_layout: str = "HND"
+    has_kv_starts: bool = False
+    return_lse: bool = False
+    num_splits: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether any dimension is symbolic."""
+        # Not dataclasses.astuple: it copies symbolic dimensions, which they don't all survive.
+        sizes = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return any(jax.export.is_symbolic_dim(dim) for dim in sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the shapes alone say that no row has a token."""
+        return any(dim == 0 for dim in (self.batch, self.page_size, self.num_pages, self.num_entries))
+
+    def nonempty(self) -> "Problem":
+        """Return the smallest problem of this kind that isn't empty."""
+        sizes = ("batch", "page_size", "num_pages", "num_entries")
+        return dataclasses.replace(self, **{name: max(getattr(self, name), 1) for name in sizes})
+
+
+class Operands(NamedTuple):
+    """What an implementation computes with; of one batched call, `kv_starts` may be None."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: PageTable
+    kv_starts: jax.Array | None
+    sm_scale: jax.Array
+
+
+def nothing(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Yield (out, lse) of rows without keys."""
+    rows = (problem.batch, problem.num_q_heads)
+    lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
+    return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
+
+
+def fold(
+    problem: Problem, size: int, batched: Operands, operands: Operands
+) -> tuple[Problem, Operands] | None:
+    """Fold a mapped axis of `size` into the rows, if it can join them without moving a pool.
+
+    Kernels then see one batch to balance, read a shared cache once, and need no batching of their own.
+
+    Row b of element i becomes row ``i * batch + b``. A mapped pool becomes one pool, where element i's pages
+    begin at ``i * num_pages``, and page ids move along. Where only one of K and V is mapped, the other is
+    repeated.
+    """
+    pools_mapped = batched.k_pages or batched.v_pages
+    if batched.sm_scale or (pools_mapped and LAYOUT_AXES[problem.kv_layout][0] != "num_pages"):
+        return None
+
+    def mapped(array, has_axis):
+        return array if has_axis else jnp.broadcast_to(array, (size, *array.shape))
+
+    def join(array):
+        return array.reshape(-1, *array.shape[2:])
+
+    table = jax.tree.map(mapped, operands.page_table, batched.page_table)
+    kv_starts = None if operands.kv_starts is None else join(mapped(operands.kv_starts, batched.kv_starts))
+    # Clipped before they move, or a row could reach into another element's entries or pages.
+    row_starts, kv_lens = jax.vmap(lambda row: row.clipped(problem.page_size))(table)
+    row_pages = jnp.clip(table.row_pages, 0, problem.num_entries - row_starts)
+    element = jnp.arange(size, dtype=jnp.int32)[:, None]
+    k_pages, v_pages, num_pages = operands.k_pages, operands.v_pages, problem.num_pages
+    if pools_mapped:
+        k_pages, v_pages = join(mapped(k_pages, batched.k_pages)), join(mapped(v_pages, batched.v_pages))
+        indices = jnp.clip(table.indices, 0, num_pages - 1) + element * num_pages
+        num_pages = size * num_pages
+    else:
+        indices = table.indices
+    if pools_mapped or batched.page_table.indices:
+        indices, row_starts = join(indices), row_starts + element * problem.num_entries
+    else:  # all rows share one list of entries
+        indices = operands.page_table.indices
+    folded = dataclasses.replace(
+        problem, batch=size * problem.batch, num_pages=num_pages, num_entries=indices.shape[0]
+    )
+    return folded, Operands(
+        join(mapped(operands.q, batched.q)),
+        k_pages,
+        v_pages,
+        PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
+        kv_starts,
+        operands.sm_scale,
+    )
+
+
+ATTENTION = Operation("attention", ("paged_attention", "decode_attention"), nothing, fold)
+
+
+def describe(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: PageTable,
+    kv_starts: jax.Array | None,
+    *,
+    kv_layout: str,
+    return_lse: bool,
+    num_splits: int | None,
+    cache_names: tuple[str, str] = ("k_pages", "v_pages"),
+) -> Problem:
+    """Check the shapes, dtypes and flags of a batched call and describe it.
+
+    `cache_names` are the names that the caller knows the caches by.
+    """
+    k_name, v_name = cache_names
+    validation.check_layout(kv_layout)
+    validation.check_bool("return_lse", return_lse)
+    if num_splits is not None:
+        validation.check_positive_int("num_splits", num_splits)
+    validation.check(q.ndim == 3, "q", "shape [batch, num_q_heads, head_dim]", f"shape {q.shape}")
+    validation.check_cache_shapes(k_pages, v_pages, kv_layout, cache_names)
+    validation.check(
+        q.dtype.name in validation.DTYPES, "q", f"a dtype of {validation.DTYPES}", f"dtype {q.dtype}"
+    )
+    for name, cache in zip(cache_names, (k_pages, v_pages), strict=True):
+        validation.check(cache.dtype == q.dtype, name, f"the dtype of q, {q.dtype}", f"dtype {cache.dtype}")
+    batch, num_q_heads, head_dim = q.shape
+    sizes = dict(zip(LAYOUT_AXES[kv_layout], k_pages.shape, strict=True))
+    num_kv_heads = sizes["num_kv_heads"]
+    validation.check(
+        sizes["head_dim"] == head_dim,
+        k_name,
+        f"the head_dim of q, {head_dim}",
+        f"head_dim {sizes['head_dim']}",
+    )
+    for name, size in (
+        ("q", head_dim),
+        ("q", num_q_heads),
+        (k_name, num_kv_heads),
+        (v_name, v_pages.shape[-1]),
+    ):
+        validation.check(size != 0, name, "at least one head and head_dim at least 1", "an axis of size 0")
+    validation.check(
+        num_q_heads % num_kv_heads == 0,
+        "q",
+        f"num_q_heads divisible by num_kv_heads={num_kv_heads}",
+        f"num_q_heads={num_q_heads}",
+    )
+    validation.check(
+        page_table.kv_lens.shape == (batch,),
+        "page_table",
+        f"{batch} rows, the batch of q",
+        f"kv_lens of shape {page_table.kv_lens.shape}",
+    )
+    if kv_starts is not None:
+        validation.check_shape("kv_starts", kv_starts, (batch,))
+    return Problem(
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_pages.shape[-1],
+        page_size=sizes["page_size"],
+        num_pages=sizes["num_pages"],
+        num_entries=page_table.indices.shape[0],
+        dtype=np.dtype(q.dtype),
+        kv_layout=kv_layout,
+        has_kv_starts=kv_starts is not None,
+        return_lse=return_lse,
+        num_splits=None if num_splits is None else int(num_splits),
+    )
+
+
+def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | None, lens_name: str) -> None:
+    """Check a batched page table's lengths, entries and used page ids, and ``kv_starts``.
+
+    `lens_name` is the name that the caller knows the lengths by.
+    """
+    num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
+    arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
+    xp, (indices, row_starts, row_pages, kv_lens) = validation.value_module(*arrays)
+    expected = f"rows within the {num_entries} entries of indices"
+    inside = (row_pages >= 0) & (row_pages <= num_entries)
+    validation.check_values(inside, "page_table.row_pages", expected, row_pages)
+    inside = (row_starts >= 0) & (row_starts <= num_entries - xp.clip(row_pages, 0, num_entries))
+    validation.check_values(inside, "page_table.row_starts", expected, row_starts)
+    # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
+    used_pages = -(-kv_lens // max(page_size, 1))
+    fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
+    validation.check_values(fits, lens_name, f"values in [0, row_pages * {page_size}]", kv_lens)
+    # An entry is used if more rows begin at or before it than end there.
+    begins = xp.clip(row_starts, 0, num_entries)
+    ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
+    counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
+    in_range = (indices >= 0) & (indices < num_pages)
+    expected = f"used page ids in [0, {num_pages - 1}]"
+    validation.check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
+    if kv_starts is not None:
+        _, (starts, lens) = validation.value_module(kv_starts, page_table.kv_lens)
+        inside = (starts >= 0) & (starts <= lens)
+        validation.check_values(inside, "kv_starts", f"values in [0, {lens_name}]", starts)
+
+
+def _histogram(xp: Any, values: Any, size: int) -> Any:
+    """Count each of ``range(size)`` in values of at least 0; larger ones are left out."""
+    if xp is np:
+        return np.bincount(values, minlength=size)[:size]
+    return jnp.zeros(size, jnp.int32).at[values].add(1, mode="drop")

@@ -1,0 +1,47 @@
+"""Attention of rows over a cache, for Hopper GPUs (compute capability 9.0).
+
+`decode_kernel.py` is the kernel, `merge_kernel.py` its second launch; `config.py` chooses their tiles.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_paged_attn.calls.attention import Operands, Problem
+
+from .config import default_config, rows_per_launch, usage, why_not
+from .decode_kernel import launch
+from .merge_kernel import merge
+from .plan import Config, Plan
+from .rows import Table
+
+__all__ = ["Config", "default_config", "run", "usage", "why_not"]
+
+
+def run(
+    problem: Problem, config: Config, operands: Operands, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
+    q, k_pages, v_pages, page_table, kv_starts, sm_scale = operands
+    params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+    launches = []
+    step = rows_per_launch(problem)
+    for start in range(0, problem.batch, step):
+        rows = slice(start, start + step)
+        table = Table(
+            page_table.indices,
+            page_table.row_starts[rows],
+            page_table.row_pages[rows],
+            page_table.kv_lens[rows],
+            None if kv_starts is None else kv_starts[rows],
+        )
+        plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
+        results = launch(plan, q[rows], k_pages, v_pages, table, sm_scale, interpret=params)
+        if plan.cuts_rows:
+            results = merge(plan, results, interpret=params)
+        launches.append((results["out"], results.get("lse")))
+    return (
+        launches[0] if len(launches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches)
+    )
