@@ -1,6 +1,10 @@
 """Decode attention and paged KV-cache attention for JAX on NVIDIA GPUs."""
 
 from jax_paged_attn import reference as reference
+from jax_paged_attn.append import append_kv as append_kv
+from jax_paged_attn.append import append_paged_kv as append_paged_kv
+from jax_paged_attn.append import rope_append_paged_kv as rope_append_paged_kv
+from jax_paged_attn.append import slot_mapping as slot_mapping
 from jax_paged_attn.decode import decode_attention as decode_attention
 from jax_paged_attn.dispatch import explain as explain
 from jax_paged_attn.merge import merge_state as merge_state
@@ -10,11 +14,21 @@ from jax_paged_attn.page_pool import PagePool as PagePool
 from jax_paged_attn.page_pool import PoolExhausted as PoolExhausted
 from jax_paged_attn.page_table import PageTable as PageTable
 from jax_paged_attn.paged import paged_attention as paged_attention
+from jax_paged_attn.rope import Llama3Scaling as Llama3Scaling
+from jax_paged_attn.rope import YarnScaling as YarnScaling
+from jax_paged_attn.rope import apply_rope as apply_rope
+from jax_paged_attn.rope import rope_cos_sin as rope_cos_sin
+from jax_paged_attn.rope import rope_frequencies as rope_frequencies
 
 __all__ = [
+    "Llama3Scaling",
     "PagePool",
     "PageTable",
     "PoolExhausted",
+    "YarnScaling",
+    "append_kv",
+    "append_paged_kv",
+    "apply_rope",
     "copy_pages",
     "decode_attention",
     "explain",
@@ -22,4 +36,8 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "reference",
+    "rope_append_paged_kv",
+    "rope_cos_sin",
+    "rope_frequencies",
+    "slot_mapping",
 ]

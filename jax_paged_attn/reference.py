@@ -1,8 +1,11 @@
 """Float32 oracles in plain jnp: slow, obvious, differentiable.
 
-Each function takes the arguments of the public function of its name, computes in float32 at the highest
-precision of matrix products whatever the dtype of its inputs, and returns float32. A row is gathered whole.
+Each function takes the arguments of the public function of its name and computes in float32 at the highest
+precision of matrix products, whatever the dtype of its inputs. It returns float32, but for pools, which keep
+their dtype. A row is gathered whole; tokens are written one after the other.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +112,157 @@ def merge_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array
     weights = jnp.where(empty, 0.0, jax.nn.softmax(logits, axis=0))
     out = jnp.sum(weights[..., None] * jnp.where(empty[..., None], 0.0, outs), axis=0)
     return out, jnp.where(all_empty, -jnp.inf, jax.nn.logsumexp(logits, axis=0))
+
+
+def append_paged_kv(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
+    kv_layout: str = "HND",
+) -> tuple[jax.Array, ...]:
+    """One token after the other; pools keep their dtype. Differentiable unless the pools are quantized."""
+    slots, pools, news = jnp.asarray(slot_mapping), [], []
+    for pages, new, scale in ((k_pages, k_new, k_scale), (v_pages, v_new, v_scale)):
+        pools.append(jnp.asarray(pages))
+        news.append(_stored(jnp.asarray(new), scale, pools[-1].dtype))
+    for pages, scale in ((k_scale_pages, k_scale), (v_scale_pages, v_scale)):
+        if pages is not None:
+            pools.append(jnp.asarray(pages))
+            news.append(jnp.asarray(scale, jnp.float32))
+    axes = validation.LAYOUT_AXES[kv_layout]
+    num_pages, page_size = (pools[0].shape[axes.index(axis)] for axis in ("num_pages", "page_size"))
+
+    def write(i, pools):
+        page, offset = jnp.divmod(jnp.clip(slots[i], 0, num_pages * page_size - 1), page_size)
+        valid = (slots[i] >= 0) & (slots[i] < num_pages * page_size)
+        place = {"num_pages": page, "page_size": offset}
+        at = tuple(place.get(axis, slice(None)) for axis in axes[:3])
+        return [p.at[at].set(jnp.where(valid, new[i], p[at])) for p, new in zip(pools, news, strict=True)]
+
+    if num_pages * page_size == 0:
+        return tuple(pools)
+    return tuple(jax.lax.fori_loop(0, slots.shape[0], write, pools))
+
+
+def _stored(new: jax.Array, scale: ArrayLike | None, dtype: jnp.dtype) -> jax.Array:
+    """What a pool of `dtype` keeps of new [num_tokens, num_kv_heads, head_dim]."""
+    if dtype.itemsize > 1:
+        return new.astype(dtype)
+    scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
+    value = new.astype(jnp.float32) / (scale[..., None] if scale.ndim else scale)
+    if dtype == jnp.int8:
+        return jnp.nan_to_num(jnp.clip(jnp.round(value), -128, 127)).astype(dtype)
+    largest = jnp.float32(jnp.finfo(dtype).max)
+    return jnp.clip(value, -largest, largest).astype(dtype)
+
+
+def append_kv(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    kv_lens: ArrayLike,
+    *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    k_scale_cache: ArrayLike | None = None,
+    v_scale_cache: ArrayLike | None = None,
+    kv_layout: str = "HND",
+) -> tuple[jax.Array, ...]:
+    """Row by row, by `append_paged_kv` into a pool of one page; caches keep their dtype."""
+    caches = [None if x is None else jnp.asarray(x) for x in (k_cache, v_cache, k_scale_cache, v_scale_cache)]
+    news = [jnp.asarray(k_new), jnp.asarray(v_new)]
+    batched = news[0].ndim == 4
+    lens = jnp.broadcast_to(jnp.asarray(kv_lens, jnp.int32), news[0].shape[:1] if batched else ())
+
+    def row(caches, news, kv_len, scales):
+        max_kv_len = caches[0].shape[{"HND": 1, "NHD": 0}[kv_layout]]
+        slots = kv_len + jnp.arange(news[0].shape[0], dtype=jnp.int32)
+        slots = jnp.where((kv_len >= 0) & (slots < max_kv_len), slots, -1)
+        k, v, *scale_pages = (None if x is None else x[None] for x in caches)
+        names = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages")
+        options = dict(zip(names, (*scales, *scale_pages), strict=True))
+        return [x[0] for x in append_paged_kv(k, v, news[0], news[1], slots, kv_layout=kv_layout, **options)]
+
+    scales = [None if x is None else jnp.asarray(x) for x in (k_scale, v_scale)]
+    if not batched:
+        return tuple(row(caches, news, lens, scales))
+    each = [0 if x is not None and x.ndim == 3 else None for x in scales]
+    return tuple(jax.vmap(row, in_axes=(0, 0, 0, each))(caches, news, lens, scales))
+
+
+def slot_mapping(
+    page_table: PageTable, batch_indices: ArrayLike, positions: ArrayLike, *, page_size: int
+) -> jax.Array:
+    """One token after the other; int32."""
+    table = page_table if page_table.kv_lens.ndim else page_table.as_batched()
+    row_starts, kv_lens = table.clipped(page_size)
+    batch, num_entries = kv_lens.shape[0], table.indices.shape[0]
+
+    def slot(token):
+        row, position = token
+        in_row = (row >= 0) & (row < batch)
+        row = jnp.clip(row, 0, batch - 1)
+        in_row &= (position >= 0) & (position < kv_lens[row])
+        page = table.indices[jnp.clip(row_starts[row] + position // page_size, 0, num_entries - 1)]
+        fits = (page >= 0) & (page < (2**31 - 1) // page_size)
+        return jnp.where(in_row & fits, page * page_size + position % page_size, -1)
+
+    if batch == 0 or num_entries == 0:
+        return jnp.full(jnp.shape(positions), -1, jnp.int32)
+    return jax.lax.map(slot, (jnp.asarray(batch_indices, jnp.int32), jnp.asarray(positions, jnp.int32)))
+
+
+def apply_rope(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    inv_freq: ArrayLike | None = None,
+    cos_sin: ArrayLike | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> jax.Array:
+    """Float32 `jax_paged_attn.apply_rope`: a product of complex numbers; differentiable."""
+    x, positions = jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32)
+    if cos_sin is not None:
+        cos_sin = jnp.asarray(cos_sin, jnp.float32)
+        inside = (positions >= 0) & (positions < cos_sin.shape[0])
+        cos, sin = jnp.split(
+            jnp.where(inside[:, None], cos_sin[positions % cos_sin.shape[0]], jnp.nan), 2, axis=1
+        )
+    else:
+        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)[None]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+    half = cos.shape[1]
+    pairs = jnp.arange(half)
+    first, second = (2 * pairs, 2 * pairs + 1) if interleaved else (pairs, pairs + half)
+    rotated = jax.lax.complex(x[..., first], x[..., second]) * jax.lax.complex(cos, sin)[:, None]
+    return x.at[..., first].set(rotated.real).at[..., second].set(rotated.imag)
+
+
+def rope_append_paged_kv(
+    q: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    positions: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    inv_freq: ArrayLike | None = None,
+    cos_sin: ArrayLike | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """`apply_rope` of q and k, then `append_paged_kv`, which `options` go to; q in float32."""
+    rotation = {"inv_freq": inv_freq, "cos_sin": cos_sin, "interleaved": interleaved}
+    q, k_new = (apply_rope(x, positions, **rotation) for x in (q, k_new))
+    return q, *append_paged_kv(k_pages, v_pages, k_new, v_new, slot_mapping, **options)

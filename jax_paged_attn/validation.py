@@ -109,23 +109,25 @@ def _asarray_in_place(value: Any) -> jax.Array | np.ndarray:
 
 def as_sm_scale(sm_scale: Any, head_dim: int) -> float | jax.Array:
     """Check the softmax scale and return it, or the default, as a float32 scalar or what becomes one."""
-    if sm_scale is None:
-        if jax.export.is_symbolic_dim(head_dim):  # it takes whole powers only, the array of it takes any
-            return jnp.asarray(head_dim, jnp.float32) ** -0.5
-        return head_dim**-0.5
-    expected = "a real scalar or None"
-    if isinstance(sm_scale, numbers.Real) and not isinstance(sm_scale, bool | np.timedelta64):
+    if sm_scale is not None:
+        return as_real_scalar("sm_scale", sm_scale, "a real scalar or None")
+    if jax.export.is_symbolic_dim(head_dim):  # it takes whole powers only, the array of it takes any
+        return jnp.asarray(head_dim, jnp.float32) ** -0.5
+    return head_dim**-0.5
+
+
+def as_real_scalar(name: str, value: Any, expected: str = "a real scalar") -> float | jax.Array:
+    """Check for a real scalar and return it as a float32 one or what becomes one."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool | np.timedelta64):
         try:
-            return float(sm_scale)
+            return float(value)
         except OverflowError as error:
-            raise ValueError(
-                f"sm_scale: expected a real scalar in float32's range, got {sm_scale}"
-            ) from error
-    scale = as_array("sm_scale", sm_scale, expected)
-    real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)
-    check(real, "sm_scale", expected, f"dtype {scale.dtype}")
-    check(scale.ndim == 0, "sm_scale", expected, f"shape {scale.shape}")
-    return scale.astype(jnp.float32)
+            raise ValueError(f"{name}: expected a real scalar in float32's range, got {value}") from error
+    scalar = as_array(name, value, expected)
+    real = jnp.issubdtype(scalar.dtype, np.floating) or jnp.issubdtype(scalar.dtype, np.integer)
+    check(real, name, expected, f"dtype {scalar.dtype}")
+    check(scalar.ndim == 0, name, expected, f"shape {scalar.shape}")
+    return scalar.astype(jnp.float32)
 
 
 def check_layout(kv_layout: Any, allowed: tuple[str, ...] = tuple(LAYOUT_AXES)) -> None:

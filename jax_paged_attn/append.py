@@ -1,0 +1,416 @@
+"""Writing new tokens into a cache, paged or contiguous, in place where the caller donates it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_paged_attn import dispatch, rope, validation
+from jax_paged_attn.calls import append
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import Ints
+
+
+def append_paged_kv(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    slot_mapping: Ints,
+    *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    validate_values: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Write new keys and values into slots of a page pool.
+
+    In place, without a copy of the pool, where the caller's ``jax.jit`` donates `k_pages` and `v_pages`
+    (``donate_argnums``) or carries them through a ``jax.lax.scan``; otherwise the caller's arrays stay as
+    they are. All other slots keep their bits. Of tokens with equal slots the last one is kept.
+
+    Under `jax.vmap` each element has a pool of its own, also where all are given the same one, as JAX's
+    semantics want it: to write the tokens of many rows into one pool, pass them all to one call.
+
+    Parameters
+    ----------
+    k_pages, v_pages : float or int8
+        The pool; v may have its own head_dim, and a dtype of its own. By `kv_layout`:
+        "HND" [num_pages, num_kv_heads, page_size, head_dim],
+        "NHD" [num_pages, page_size, num_kv_heads, head_dim],
+        "HPND" [num_kv_heads, num_pages, page_size, head_dim].
+        Of k_new's dtype, or float8_e4m3fn, float8_e5m2 or int8: then values are quantized, as
+        ``round(k_new / k_scale)`` in float32, to nearest even. Values too large for the dtype saturate; NaN
+        stays NaN, but becomes 0 in int8.
+    k_new, v_new : float[num_tokens, num_kv_heads, head_dim]
+        bfloat16, float16 or float32.
+    slot_mapping : int[num_tokens]
+        Slot of each token: ``page_id * page_size + offset``. Negative slots, and those past the pool, are
+        skipped. `jax_paged_attn.slot_mapping` computes it from a page table.
+    k_scale, v_scale : float, optional
+        Of a quantized pool: a scalar, one a head [num_kv_heads], or one a token and head
+        [num_tokens, num_kv_heads], which `k_scale_pages` and `v_scale_pages` then keep. None is 1.
+    k_scale_pages, v_scale_pages : float32, optional
+        Pools of the scales of tokens, in the shape of k_pages without head_dim.
+    kv_layout : str
+        Order of the pool's axes.
+    validate_values : bool
+        Also check that no slot lies past the pool and that scales are positive and finite: ValueError for
+        concrete arrays, `jax.experimental.checkify` checks for traced ones.
+    implementation : str, optional
+        "mosaic_gpu" (a Pallas kernel; interpreted on CPU) or "xla"; None takes the first that can run.
+    config : optional
+        The chosen implementation's own ``Config``; None takes its default.
+
+    Returns
+    -------
+    k_pages, v_pages
+        With `k_scale_pages`, also the two pools of scales.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong; the message names it, what was expected and what came.
+    NotImplementedError
+        If the `implementation` asked for can't run this call, with the reason; or on differentiation.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_paged_attn import append_paged_kv
+    >>> k_pages = v_pages = jnp.zeros((3, 2, 16, 64))  # 3 pages, 2 kv heads, 16 tokens a page
+    >>> k_new = v_new = jnp.ones((2, 2, 64))
+    >>> k_pages, v_pages = append_paged_kv(k_pages, v_pages, k_new, v_new, [37, -1])
+    >>> k_pages[2, 0, 4:7, 0].tolist()  # slot 37 is slot 5 of page 2
+    [0.0, 1.0, 0.0]
+    """
+    operands = _as_operands(
+        k_pages, v_pages, k_new, v_new, slot_mapping, k_scale, v_scale, k_scale_pages, v_scale_pages
+    )
+    problem = append.describe(operands, kv_layout=kv_layout, names=_PAGED_NAMES)
+    return _run(problem, operands, validate_values, implementation, config)
+
+
+def rope_append_paged_kv(
+    q: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    positions: Ints,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    slot_mapping: Ints,
+    *,
+    inv_freq: ArrayLike | None = None,
+    cos_sin: ArrayLike | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    validate_values: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Rotate q and k by their positions and write k and v into a page pool, in one kernel.
+
+    The same as `apply_rope` of q and of k, followed by `append_paged_kv`: a rotated k is rounded once, to the
+    pool's dtype. q is rotated for skipped tokens too.
+
+    Parameters
+    ----------
+    q : float[num_tokens, num_q_heads, head_dim]
+        Of k_new's dtype.
+    k_new, v_new, k_pages, v_pages, slot_mapping
+        As in `append_paged_kv`, where the remaining options are described too.
+    positions : int[num_tokens]
+        Of each token in its sequence.
+    inv_freq, cos_sin, rotary_dim, interleaved
+        As in `apply_rope`.
+    validate_values : bool
+        As in `append_paged_kv`, and that positions lie in the table.
+
+    Returns
+    -------
+    q, k_pages, v_pages
+        With `k_scale_pages`, also the two pools of scales.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As `append_paged_kv`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_paged_attn import rope_append_paged_kv, rope_frequencies
+    >>> k_pages = v_pages = jnp.zeros((3, 2, 16, 64))
+    >>> q, k_new, v_new = jnp.ones((1, 8, 64)), jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64))
+    >>> q, k_pages, v_pages = rope_append_paged_kv(
+    ...     q, k_new, v_new, [5], k_pages, v_pages, [37], inv_freq=rope_frequencies(64)
+    ... )
+    >>> bool((k_pages[2, 0, 5] == q[0, 0]).all())
+    True
+    """
+    operands = _as_operands(
+        k_pages, v_pages, k_new, v_new, slot_mapping, k_scale, v_scale, k_scale_pages, v_scale_pages
+    )
+    problem = append.describe(operands, kv_layout=kv_layout, names=_PAGED_NAMES)
+    frequencies = rope.as_frequencies(inv_freq, cos_sin, rotary_dim, problem.head_dim)
+    rotation = append.RotationOperands(
+        validation.as_array("q", q), validation.as_int32("positions", positions), frequencies
+    )
+    validation.check_bool("interleaved", interleaved)
+    problem = append.describe_rotation(problem, rotation, interleaved=interleaved)
+    return _run(problem, operands._replace(rotation=rotation), validate_values, implementation, config)
+
+
+def append_kv(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    kv_lens: Ints,
+    *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    k_scale_cache: ArrayLike | None = None,
+    v_scale_cache: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    validate_values: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Write new keys and values behind each row's own in a contiguous cache.
+
+    In place where the caller donates the cache, as `append_paged_kv`, whose other options are the same.
+
+    Parameters
+    ----------
+    k_cache, v_cache : float or int8
+        By `kv_layout`: "HND" [batch, num_kv_heads, max_kv_len, head_dim],
+        "NHD" [batch, max_kv_len, num_kv_heads, head_dim]; without the batch axis in the unbatched form.
+    k_new, v_new : float[batch, num_new, num_kv_heads, head_dim] or float[num_new, num_kv_heads, head_dim]
+        Token i of row b goes to position ``kv_lens[b] + i``; one past max_kv_len is dropped.
+    kv_lens : int[batch] or int scalar
+        Tokens of each row before the append. A row of negative length is left alone.
+    k_scale, v_scale : float, optional
+        Of a quantized cache, as in `append_paged_kv`; one a token and head has the shape of k_new without
+        head_dim.
+    k_scale_cache, v_scale_cache : float32, optional
+        The scales of tokens, in the shape of k_cache without head_dim.
+    kv_layout : str
+        "HND" or "NHD".
+    validate_values : bool
+        Also check that lengths are not negative and new tokens fit, and that scales are positive.
+
+    Returns
+    -------
+    k_cache, v_cache
+        With `k_scale_cache`, also the two caches of scales.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As `append_paged_kv`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_paged_attn import append_kv
+    >>> k_cache = v_cache = jnp.zeros((2, 2, 32, 64))
+    >>> k_new = v_new = jnp.ones((2, 1, 2, 64))  # one token a row
+    >>> k_cache, v_cache = append_kv(k_cache, v_cache, k_new, v_new, [3, 32])
+    >>> k_cache[:, 0, 3, 0].tolist(), int(k_cache[1].sum())  # the second row is full
+    ([1.0, 0.0], 0)
+    """
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k_new": k_new, "v_new": v_new}
+    arrays = {name: validation.as_array(name, array) for name, array in arrays.items()}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales |= {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+    scales = {name: None if x is None else validation.as_array(name, x) for name, x in scales.items()}
+    validation.check_layout(kv_layout, ("HND", "NHD"))
+    batched = arrays["k_new"].ndim == 4
+    expected = "shape [batch, num_new, num_kv_heads, head_dim] or [num_new, num_kv_heads, head_dim]"
+    got = f"shape {arrays['k_new'].shape}"
+    validation.check(arrays["k_new"].ndim in (3, 4), "k_new", expected, got)
+    for name, array in arrays.items():
+        validation.check(
+            array.ndim == 3 + batched, name, f"{3 + batched} axes, as k_new", f"shape {array.shape}"
+        )
+    if not batched:
+        arrays = {name: array[None] for name, array in arrays.items()}
+        scales |= {
+            name: None if x is None else x[None] for name, x in scales.items() if name.endswith("cache")
+        }
+        scales |= {name: x[None] for name, x in scales.items() if x is not None and x.ndim == 2}
+    k_cache, v_cache, k_new, v_new = arrays.values()
+    batch, num_new = k_new.shape[:2]
+    validation.check(
+        k_cache.shape[0] == batch, "k_cache", f"the batch of k_new, {batch}", f"batch {k_cache.shape[0]}"
+    )
+    validation.check_shape("v_new", v_new, (*k_new.shape[:-1], v_cache.shape[-1]))
+    for name in ("k_scale", "v_scale"):
+        scale = scales[name]
+        if scale is not None and scale.ndim == 3:
+            validation.check_shape(name, scale, k_new.shape[:-1])
+            scales[name] = scale.reshape(-1, scale.shape[-1])
+    max_kv_len = k_cache.shape[{"HND": 2, "NHD": 1}[kv_layout]]
+    kv_lens = validation.as_int32("kv_lens", kv_lens)
+    rows = (batch,) if batched else ()
+    validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
+    validation.check_bool("validate_values", validate_values)
+    if validate_values:
+        _, (lens,) = validation.value_module(kv_lens)
+        fits = (lens >= 0) & (lens <= max_kv_len - num_new)
+        expected = (
+            f"values in [0, {max_kv_len - num_new}], as {num_new} tokens come to max_kv_len={max_kv_len}"
+        )
+        validation.check_values(fits.reshape(-1), "kv_lens", expected, lens.reshape(-1))
+    # Row b is page b: a contiguous cache is a paged one whose page is the whole row.
+    kv_lens = jnp.broadcast_to(kv_lens, (batch,))[:, None]
+    room = max_kv_len - kv_lens  # compared with the token's index: a sum could overflow
+    token = jnp.arange(num_new, dtype=jnp.int32)[None]
+    row_start = max_kv_len * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    slots = jnp.where((kv_lens >= 0) & (token < room), row_start + kv_lens + token, -1)
+    operands = append.Operands(
+        k_cache,
+        v_cache,
+        k_new.reshape(-1, *k_new.shape[2:]),
+        v_new.reshape(-1, *v_new.shape[2:]),
+        slots.reshape(-1),
+        k_scale=scales["k_scale"],
+        v_scale=scales["v_scale"],
+        k_scale_pages=scales["k_scale_cache"],
+        v_scale_pages=scales["v_scale_cache"],
+    )
+    problem = append.describe(operands, kv_layout=kv_layout, names=_CONTIGUOUS_NAMES)
+    results = _run(problem, operands, validate_values, implementation, config)
+    return results if batched else tuple(result[0] for result in results)
+
+
+def slot_mapping(
+    page_table: PageTable,
+    batch_indices: Ints,
+    positions: Ints,
+    *,
+    page_size: int,
+    validate_values: bool = False,
+) -> jax.Array:
+    """Look up the slots of tokens in a page table.
+
+    Parameters
+    ----------
+    page_table : PageTable
+        With ``kv_lens`` as they are after the append. An unbatched table has one row.
+    batch_indices : int[num_tokens]
+        Row of each token.
+    positions : int[num_tokens]
+        Of each token in its row.
+    page_size : int
+        Tokens a page.
+    validate_values : bool
+        Also check that every token lies in a row: ValueError for concrete arrays,
+        `jax.experimental.checkify` checks for traced ones.
+
+    Returns
+    -------
+    int32[num_tokens]
+        ``page_id * page_size + offset``, or -1 for a row that doesn't exist, a position outside
+        ``[0, kv_lens)`` or past the row's own pages, and a page id below 0: what `append_paged_kv` skips.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong; the message names it, what was expected and what came.
+
+    Examples
+    --------
+    >>> page_table = PageTable.from_block_tables([[7, 2], [4, -1]], [20, 3])
+    >>> slot_mapping(page_table, [0, 1, 1], [19, 2, 3], page_size=16).tolist()
+    [35, 66, -1]
+    """
+    page_table = validation.as_page_table(page_table)
+    page_table = page_table if page_table.kv_lens.ndim else page_table.as_batched()
+    batch_indices = validation.as_int32("batch_indices", batch_indices)
+    positions = validation.as_int32("positions", positions)
+    validation.check(
+        batch_indices.ndim == 1, "batch_indices", "shape [num_tokens]", f"shape {batch_indices.shape}"
+    )
+    validation.check_shape("positions", positions, batch_indices.shape)
+    validation.check_positive_int("page_size", page_size, 2**31 - 1)
+    page_size = int(page_size)  # a numpy integer would widen what it multiplies
+    validation.check_bool("validate_values", validate_values)
+    batch, num_entries = page_table.kv_lens.shape[0], page_table.indices.shape[0]
+    if batch == 0 or num_entries == 0:
+        found = jnp.zeros_like(positions, bool)
+        slots = jnp.full_like(positions, -1)
+    else:
+        row_starts, kv_lens = page_table.clipped(page_size)
+        row = jnp.clip(batch_indices, 0, batch - 1)
+        found = (row == batch_indices) & (positions >= 0) & (positions < kv_lens[row])
+        entry = jnp.where(found, row_starts[row] + positions // page_size, 0)
+        page = page_table.indices[jnp.clip(entry, 0, num_entries - 1)]
+        # A slot past int32 is past any pool.
+        found &= (page >= 0) & (page < (2**31 - 1) // page_size)
+        slots = jnp.where(found, page * page_size + positions % page_size, -1)
+    if validate_values:
+        _, (ok, at) = validation.value_module(found, positions)
+        expected = "rows of the page table, positions in [0, kv_lens), and page ids of at least 0"
+        validation.check_values(ok, "batch_indices, positions", expected, at)
+    return slots
+
+
+_PAGED_NAMES = {
+    name: name for name in ("k_pages", "v_pages", "k_new", "v_new", "k_scale_pages", "v_scale_pages")
+}
+_CONTIGUOUS_NAMES = {name: name.replace("pages", "cache") for name in _PAGED_NAMES}
+
+
+def _as_operands(
+    k_pages, v_pages, k_new, v_new, slots, k_scale, v_scale, k_scale_pages, v_scale_pages
+) -> append.Operands:
+    def optional(name, value):
+        return None if value is None else validation.as_array(name, value)
+
+    return append.Operands(
+        validation.as_array("k_pages", k_pages),
+        validation.as_array("v_pages", v_pages),
+        validation.as_array("k_new", k_new),
+        validation.as_array("v_new", v_new),
+        validation.as_int32("slot_mapping", slots),
+        k_scale=optional("k_scale", k_scale),
+        v_scale=optional("v_scale", v_scale),
+        k_scale_pages=optional("k_scale_pages", k_scale_pages),
+        v_scale_pages=optional("v_scale_pages", v_scale_pages),
+    )
+
+
+def _run(
+    problem: append.Problem,
+    operands: append.Operands,
+    validate_values: bool,
+    implementation: str | None,
+    config: Any,
+) -> tuple[jax.Array, ...]:
+    validation.check_bool("validate_values", validate_values)
+    if validate_values:
+        append.check_slots(problem, operands.slots)
+        append.check_scales(k_scale=operands.k_scale, v_scale=operands.v_scale)
+        if operands.rotation is not None:
+            rope.check_positions(operands.rotation.positions, operands.rotation.frequencies)
+    operands = operands._replace(k_scale=_as_scale(operands.k_scale), v_scale=_as_scale(operands.v_scale))
+    results = dispatch.run(append.APPEND, problem, operands, implementation=implementation, config=config)
+    ordered = (results.q, results.k_pages, results.v_pages, results.k_scale_pages, results.v_scale_pages)
+    return tuple(result for result in ordered if result is not None)
+
+
+def _as_scale(scale: jax.Array | None) -> jax.Array | None:
+    """A float32 array with an axis."""
+    return None if scale is None else jnp.atleast_1d(scale.astype(jnp.float32))

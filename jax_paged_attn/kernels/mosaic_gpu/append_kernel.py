@@ -1,0 +1,194 @@
+"""The append kernel: new tokens go through shared memory into their slots of the pools, in place.
+
+A block brings a few tokens, finds out which of them a later token overwrites (`equal_slots.py`), rotates and
+rounds their rows where asked (`token_rows.py`), and sends each token's heads off in one copy for K and one
+for V. The last tokens come first: they have the fewest later ones to compare with, so that the first copies
+leave early and the comparisons of the others run beside them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_paged_attn.calls.append import Operands
+
+from .append_plan import COPY_VALUES, Plan
+from .integers import div, rem
+from .layouts import along_columns, along_rows, f32
+from .token_rows import convert_columns, rotate_halves
+
+i32 = jnp.int32
+
+
+def launch(plan: Plan, operands: Operands, pools: dict[str, Any], *, interpret: Any) -> jax.Array | None:
+    """Launch the kernel, which updates the refs `pools`; returns the rotated q, if there is a q."""
+    p, tokens, rotation = plan.problem, plan.config.block_tokens, plan.problem.rotation
+    x = operands
+    inputs: dict[str, Any] = {
+        "slots": x.slots,
+        "k": x.k_new.reshape(-1, p.head_dim),
+        "v": x.v_new.reshape(-1, p.v_head_dim),
+    }
+    for name, scale in (("k", x.k_scale), ("v", x.v_scale)):
+        if scale is not None:
+            inputs[f"{name}_scale"] = scale.reshape(-1)
+    outs = {}
+    if x.rotation is not None:
+        inputs["q"] = x.rotation.q.reshape(-1, p.head_dim)
+        inputs["positions"], inputs["frequencies"] = x.rotation.positions, x.rotation.frequencies
+        outs["q_out"] = jax.ShapeDtypeStruct(inputs["q"].shape, p.dtype)
+
+    def body(*args, **scratch):
+        names = [f"{name}_gmem" for name in (*inputs, *pools, *outs)]
+        refs = dict(zip(names, args, strict=True)) | scratch
+        # The last tokens first.
+        first_token = (plan.tiles - 1 - lax.axis_index("tile")) * tokens
+        if rotation is not None:
+            plgpu.copy_gmem_to_smem(
+                refs["positions_gmem"].at[pl.ds(first_token, tokens)],
+                refs["positions_smem"].at[pl.ds(0, tokens)],
+                refs["positions_ready"],
+            )
+        for name in plan.arrays:
+            rows, ready = plan.rows(name), refs["rows_ready"]
+            rows.load(refs[f"{name}_gmem"], refs[f"{name}_smem"], first_token, p.num_tokens, ready)
+            if plan.scale_kind(name) in ("head", "token"):
+                _load_scales(plan, name, first_token, refs)
+        plan.equal_slots.start(refs["slots_gmem"], first_token, refs)
+        if rotation is not None:
+            _store_cos_sin(plan, refs)
+        plan.equal_slots.keep_last(refs["slots_gmem"], first_token, p.num_slots, refs)
+        plgpu.barrier_wait(refs["rows_ready"])
+
+        def transform(token, _):
+            for name in plan.arrays:
+                source, target = refs[f"{name}_smem"], refs[plan.stored_name(name)]
+
+                def scale_of(layout, name=name):
+                    return _scale(plan, name, token, layout, refs)
+
+                first = 0
+                if rotation is not None and plan.rotates(name):
+                    half, first = plan.half, rotation.rotary_dim
+
+                    def cos_sin(layout):
+                        cos, sin = (refs[f"{of}_smem"].at[token] for of in ("cos", "sin"))
+                        return [plgpu.load(x, layout=layout, optimized=False) for x in (cos, sin)]
+
+                    registers = plan.registers(name, half)
+                    rotate_halves(plan.rows(name), registers, source, target, token, cos_sin, half, scale_of)
+                rest = plan.rows(name).columns - first
+                if plan.converts(name) and rest:
+                    registers = plan.registers(name, rest)
+                    convert_columns(plan.rows(name), registers, source, target, token, first, scale_of)
+
+        if any(plan.rotates(name) or plan.converts(name) for name in plan.arrays):
+            lax.fori_loop(0, tokens, transform, None)
+        plgpu.commit_smem()
+        if rotation is not None:
+            plan.rows("q").store(refs["q_smem"], refs["q_out_gmem"], first_token, p.num_tokens)
+
+        def store(token, _):
+            slot = refs["kept_smem"][token]
+
+            @pl.when(slot >= 0)
+            def _():
+                page, offset = div(slot, p.page_size), rem(slot, p.page_size)
+                for name in ("k", "v"):
+                    rows, source = plan.rows(name), refs[plan.stored_name(name)]
+                    plgpu.copy_smem_to_gmem(
+                        source.at[pl.ds(token * rows.pitch, rows.heads)],
+                        _slot(p.kv_layout, refs[f"{name}_pages_gmem"], page, slice(None), offset),
+                        commit_group=False,
+                    )
+                    if plan.scale_kind(name) == "token":
+                        _store_scales(plan, name, token, page, offset, refs)
+
+        lax.fori_loop(0, tokens, store, None)
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0)
+
+    results = plgpu.kernel(
+        body,
+        out_type=list(outs.values()),
+        grid=(plan.tiles,),
+        grid_names=("tile",),
+        scratch_types=plan.scratch_types(),
+        # Shared memory passes between warps at the commit_smem() calls alone.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        kernel_name="append_kv",
+        interpret=interpret,
+    )(*inputs.values(), *pools.values())
+    return results[0].reshape(-1, rotation.num_q_heads, p.head_dim) if rotation is not None else None
+
+
+def _slot(kv_layout: str, pages_gmem: Any, page: Any, head: Any, offset: Any) -> Any:
+    """One or all heads of a slot in a pool."""
+    at = {"HND": (page, head, offset), "NHD": (page, offset, head), "HPND": (head, page, offset)}
+    return pages_gmem.at[at[kv_layout]]
+
+
+def _load_scales(plan: Plan, name: str, first_token: Any, refs: dict[str, Any]) -> None:
+    first = first_token * plan.problem.num_kv_heads if plan.scale_kind(name) == "token" else first_token * 0
+    values = plan.scale_values(name)
+    for start in range(0, values, COPY_VALUES):
+        count = min(COPY_VALUES, values - start)
+        plgpu.copy_gmem_to_smem(
+            refs[f"{name}_scale_gmem"].at[pl.ds(first + start, count)],
+            refs[f"{name}_scale_smem"].at[pl.ds(start, count)],
+            refs["rows_ready"],
+        )
+
+
+def _scale(plan: Plan, name: str, token: Any, layout: Any, refs: dict[str, Any]) -> Any:
+    """What a token's rows are divided by: nothing, a scalar, or [rows] in `layout`."""
+    kind = plan.scale_kind(name)
+    if kind is None:
+        return None
+    if kind == "tensor":
+        return refs[f"{name}_scale_gmem"][0]
+    first = token * plan.problem.num_kv_heads if kind == "token" else 0
+    at = pl.ds(first, plan.rows(name).pitch)
+    return plgpu.load(refs[f"{name}_scale_smem"].at[at], layout=layout, optimized=False)
+
+
+def _store_scales(plan: Plan, name: str, token: Any, page: Any, offset: Any, refs: dict[str, Any]) -> None:
+    """Write the scales of a token's heads, which lie a page apart."""
+
+    def store(head, _):
+        scale = refs[f"{name}_scale_smem"][token * plan.problem.num_kv_heads + head]
+        _slot(plan.problem.kv_layout, refs[f"{name}_scale_pages_gmem"], page, head, offset)[...] = scale
+
+    lax.fori_loop(0, plan.problem.num_kv_heads, store, None)
+
+
+def _store_cos_sin(plan: Plan, refs: dict[str, Any]) -> None:
+    """Put the cosines and sines of a block's tokens into shared memory."""
+    rotation = plan.problem.rotation
+    assert rotation is not None
+    half, layout = plan.half, plan.registers("cos", plan.half).layout
+    shape = (plan.cos_sin_rows, half)
+    plgpu.barrier_wait(refs["positions_ready"])
+    if rotation.table_positions is None:
+        positions = plgpu.load(refs["positions_smem"], layout=layout.reduce(1), optimized=False)
+        inv_freq = plgpu.load(refs["frequencies_gmem"], layout=layout.reduce(0), optimized=False)
+        angles = along_columns(positions.astype(f32), shape) * along_rows(inv_freq, shape)
+        angles = plgpu.layout_cast(angles, layout)
+        refs["cos_smem"][...], refs["sin_smem"][...] = jnp.cos(angles), jnp.sin(angles)
+        plgpu.commit_smem()
+        return
+
+    def store(token, _):
+        position = refs["positions_smem"][token]
+        inside = (position >= 0) & (position < rotation.table_positions)
+        row = refs["frequencies_gmem"].at[jnp.where(inside, position, 0)]
+        for i, name in enumerate(("cos_smem", "sin_smem")):
+            values = plgpu.load(row.at[pl.ds(i * half, half)], layout=layout.reduce(0), optimized=False)
+            refs[name].at[token][...] = values.astype(f32) + jnp.where(inside, f32(0), f32(jnp.nan))
+
+    lax.fori_loop(0, plan.config.block_tokens, store, None)
+    plgpu.commit_smem()

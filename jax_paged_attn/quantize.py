@@ -1,0 +1,23 @@
+"""Rounding of values to the 1-byte types of a quantized cache: ``value = stored * scale``."""
+
+import jax
+import jax.numpy as jnp
+
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def quantize(x: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Round ``x / scale`` to `dtype`, to nearest even; too large values saturate, infinite ones too.
+
+    NaN stays NaN; int8, which has none, takes 0 for it. Computed in float32. A plain cast would turn values
+    past float8_e4m3fn's largest into NaN. Elementwise, so kernels use it as well.
+    """
+    x = x.astype(jnp.float32)
+    x = x if scale is None else x / scale
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        x = jnp.where(x == x, x, jnp.zeros_like(x))
+        x = jnp.minimum(jnp.maximum(x, jnp.float32(limits.min)), jnp.float32(limits.max))
+        return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.minimum(jnp.maximum(x, -largest), largest).astype(dtype)
