@@ -186,9 +186,9 @@ def append_kv(
         max_kv_len = caches[0].shape[{"HND": 1, "NHD": 0}[kv_layout]]
         slots = kv_len + jnp.arange(news[0].shape[0], dtype=jnp.int32)
         slots = jnp.where((kv_len >= 0) & (slots < max_kv_len), slots, -1)
-        k, v, *scale_pages = (None if x is None else x[None] for x in caches)
+        k, v, *scale_pages = jax.tree.map(lambda x: x[None], caches)
         names = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages")
-        options = dict(zip(names, (*scales, *scale_pages), strict=True))
+        options: dict[str, Any] = dict(zip(names, (*scales, *scale_pages), strict=True))
         return [x[0] for x in append_paged_kv(k, v, news[0], news[1], slots, kv_layout=kv_layout, **options)]
 
     scales = [None if x is None else jnp.asarray(x) for x in (k_scale, v_scale)]
