@@ -45,8 +45,8 @@ def append_paged_kv(
         "NHD" [num_pages, page_size, num_kv_heads, head_dim],
         "HPND" [num_kv_heads, num_pages, page_size, head_dim].
         Of k_new's dtype, or float8_e4m3fn, float8_e5m2 or int8: then values are quantized, as
-        ``round(k_new / k_scale)`` in float32, to nearest even. Values too large for the dtype saturate; NaN
-        stays NaN, but becomes 0 in int8.
+        ``round(k_new * (1 / k_scale))`` in float32, to nearest even. Values too large for the dtype saturate;
+        NaN stays NaN, but becomes 0 in int8.
     k_new, v_new : float[num_tokens, num_kv_heads, head_dim]
         bfloat16, float16 or float32.
     slot_mapping : int[num_tokens]

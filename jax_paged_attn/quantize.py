@@ -7,13 +7,16 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def quantize(x: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round ``x / scale`` to `dtype`, to nearest even; too large values saturate, infinite ones too.
+    """Round ``x * (1 / scale)`` to `dtype`, to nearest even; too large values saturate, infinite ones too.
 
     NaN stays NaN; int8, which has none, takes 0 for it. Computed in float32. A plain cast would turn values
     past float8_e4m3fn's largest into NaN. Elementwise, so kernels use it as well.
     """
     x = x.astype(jnp.float32)
-    x = x if scale is None else x / scale
+    if scale is not None:
+        # XLA makes the same of a division by a broadcast, unless it doesn't: so results would differ in ties.
+        # Held finite, as 0 * inf is NaN.
+        x = x * jnp.minimum(1.0 / scale, jnp.finfo(jnp.float32).max)
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         x = jnp.where(x == x, x, jnp.zeros_like(x))

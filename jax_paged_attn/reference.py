@@ -156,7 +156,8 @@ def _stored(new: jax.Array, scale: ArrayLike | None, dtype: jnp.dtype) -> jax.Ar
     if dtype.itemsize > 1:
         return new.astype(dtype)
     scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
-    value = new.astype(jnp.float32) / (scale[..., None] if scale.ndim else scale)
+    inverse = jnp.minimum(1 / scale, jnp.finfo(jnp.float32).max)  # 0 * inf would be NaN
+    value = new.astype(jnp.float32) * (inverse[..., None] if scale.ndim else inverse)
     if dtype == jnp.int8:
         return jnp.nan_to_num(jnp.clip(jnp.round(value), -128, 127)).astype(dtype)
     largest = jnp.float32(jnp.finfo(dtype).max)

@@ -267,6 +267,9 @@ def _scale_kind(
         validation.check_shape(scale_pages_name, scale_pages, pages.shape[:-1])
         got = f"dtype {scale_pages.dtype}"
         validation.check(scale_pages.dtype == jnp.float32, scale_pages_name, "dtype float32", got)
+        other = {"k": "v_scale_pages", "v": "k_scale_pages"}[name]
+        expected = f"pages, as {scale_pages_name} is given"
+        validation.check(getattr(operands, other) is not None, names[other], expected, "None")
     return kind
 
 
