@@ -2,7 +2,8 @@
 
 Tokens are flat, ``[tokens, ...]``: one token a row while decoding, every prompt's tokens one after the other
 in prefill. A layer does the same for both and leaves to an ``attend`` function where keys and values are
-kept and how they are attended to; `decode_step` passes one that calls `jax_paged_attn.paged_attention`.
+kept and how they are attended to; `decode_step` passes one that calls `append_paged_kv` and
+`paged_attention`.
 
 The caches of all layers are one array each for K and V, donated by the caller's jit and carried through the
 scan over layers, so that a step writes its few new slots in place. A layer finds its pages by shifting the
@@ -15,9 +16,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_paged_attn import PageTable, paged_attention
+from jax_paged_attn import PageTable, append_paged_kv, apply_rope, paged_attention, slot_mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +128,13 @@ def decode_step(
     page_table = PageTable.from_block_tables(block_tables, kv_lens)
     positions = kv_lens - 1
     num_pages, page_size = cache.k.shape[1], cache.k.shape[3]
-    page_ids, slots = _locate(block_tables, jnp.arange(kv_lens.shape[0]), positions, page_size)
+    rows = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+    slots = slot_mapping(page_table, rows, positions, page_size=page_size)
 
     def attend(pools, layer, q, k, v):
-        first_page = layer * num_pages
-        pools = _write(pools, first_page, page_ids, slots, k, v)
-        layer_table = dataclasses.replace(page_table, indices=page_table.indices + first_page)
+        layer_slots = _in_layer(slots, layer, num_pages * page_size)
+        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots, implementation=implementation))
+        layer_table = dataclasses.replace(page_table, indices=page_table.indices + layer * num_pages)
         return paged_attention(q, *pools, layer_table, implementation=implementation), pools
 
     x, cache = _over_pools(params, config, tokens, positions, cache, attend)
@@ -158,12 +159,13 @@ def prefill(
     batch, length = tokens.shape
     num_pages, page_size = cache.k.shape[1], cache.k.shape[3]
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    rows = jnp.repeat(jnp.arange(batch), length)
-    inside = positions < prompt_lens[rows]
-    page_ids, slots = _locate(block_tables, rows, jnp.where(inside, positions, -1), page_size)
+    rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)
+    page_table = PageTable.from_block_tables(block_tables, prompt_lens)
+    slots = slot_mapping(page_table, rows, positions, page_size=page_size)  # none for padding
 
     def attend(pools, layer, q, k, v):
-        pools = _write(pools, layer * num_pages, page_ids, slots, k, v)
+        layer_slots = _in_layer(slots, layer, num_pages * page_size)
+        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots))
         q, k, v = (a.reshape(batch, length, *a.shape[1:]) for a in (q, k, v))
         # Padding comes after a prompt's own tokens, so causality alone hides it from them.
         return causal_attention(q, k, v).reshape(batch * length, *q.shape[2:]), pools
@@ -197,8 +199,8 @@ def run_layers[State](
         q = linear(h, w.attn_q).reshape(num_tokens, config.num_q_heads, config.head_dim)
         k = linear(h, w.attn_k).reshape(num_tokens, config.num_kv_heads, config.head_dim)
         v = linear(h, w.attn_v).reshape(num_tokens, config.num_kv_heads, config.head_dim)
-        q = rope(q, positions, params.inv_freq)
-        k = rope(k, positions, params.inv_freq)
+        # Files of the llama architecture store the rows of q's and k's weights so that pairs are neighbours.
+        q, k = (apply_rope(a, positions, inv_freq=params.inv_freq, interleaved=True) for a in (q, k))
         attended, state = attend(state, layer, q, k, v)
         x = x + linear(attended.reshape(num_tokens, -1), w.attn_output)
         h = rms_norm(x, w.ffn_norm, config.rms_norm_eps)
@@ -220,21 +222,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply x ``[tokens, in]`` by weight ``[out, in]``, the layout that GGUF files store."""
     return jnp.einsum("ti,oi->to", x, weight)
-
-
-def rope(x: jax.Array, positions: jax.Array, inv_freq: jax.Array) -> jax.Array:
-    """Rotate x ``[tokens, heads, head_dim]`` by position, in float32.
-
-    Pairs are neighbours, (0, 1), (2, 3) and so on: files of the llama architecture store q and k weights with
-    their rows in that order. Dimensions past the rotary ones stay as they are.
-    """
-    rotary_dim = 2 * inv_freq.shape[0]
-    angles = positions.astype(jnp.float32)[:, None, None] * inv_freq[None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    even, odd = x[..., 0:rotary_dim:2].astype(jnp.float32), x[..., 1:rotary_dim:2].astype(jnp.float32)
-    rotated = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
-    rotated = rotated.reshape(*x.shape[:-1], rotary_dim).astype(x.dtype)
-    return jnp.concatenate([rotated, x[..., rotary_dim:]], axis=-1)
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -273,19 +260,6 @@ def _over_pools(params, config, tokens, positions, cache, attend):
     return x, KVCache(*(new.reshape(old.shape) for new, old in zip(merged, cache, strict=True)))
 
 
-def _locate(block_tables, rows, positions, page_size):
-    """Page ids and slots of tokens at `positions` of `rows`; a position of -1 gets the page id _NOWHERE."""
-    entries = jnp.maximum(positions, 0)
-    page_ids = jnp.where(positions < 0, _NOWHERE, block_tables[rows, entries // page_size])
-    return page_ids, entries % page_size
-
-
-def _write(pools: KVCache, first_page, page_ids, slots, k, v) -> KVCache:
-    """Put k and v [tokens, num_kv_heads, head_dim] into their slots; those without a page are dropped."""
-    page_ids = jnp.where(page_ids == _NOWHERE, _NOWHERE, page_ids + first_page)
-    return KVCache(
-        pools.k.at[page_ids, :, slots].set(k, mode="drop"), pools.v.at[page_ids, :, slots].set(v, mode="drop")
-    )
-
-
-_NOWHERE = np.int32(2**31 - 1)
+def _in_layer(slots: jax.Array, layer: jax.Array, slots_per_layer: int) -> jax.Array:
+    """Slots of a layer in the pool of all layers; those below 0 stay there."""
+    return jnp.where(slots < 0, slots, slots + layer * slots_per_layer)
