@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.timing import Timing
+from benchmarks.timing import Calls, Timing
 from jax_paged_attn.testing import assert_close
 
-type Measure = Callable[..., tuple[list[Any], Timing | None]]
-type Check = Callable[[Sequence[Any]], None]
+type Measure = Callable[..., tuple[Any, Timing | None]]
+type Check = Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +55,20 @@ def equal_to(expected: Sequence[jax.Array]) -> Check:
 
 
 def check_then_time(
-    fn: Callable[..., Any],
-    args: Sequence[tuple],
-    check: Check,
-    measure: Measure,
-    iterations: int,
-    label: str = "",
+    calls: Calls, check: Check, measure: Measure, iterations: int, label: str = ""
 ) -> Measured:
-    """Compile `fn`, check it on every tuple of `args`, time it, and check what was timed.
+    """Compile the calls' function, check a round of calls, time them, and check what was timed.
 
     Parameters
     ----------
-    fn : callable
-        Gives one array. The same function at the same shapes is compiled once, whatever the number of calls.
-    args : sequence of tuple
-        Arguments of equal shapes, for the calls to take in turn.
+    calls : Calls
+        What to time.
     check : callable
-        Takes the outputs, one for each tuple of `args`; raises an AssertionError where one is wrong.
+        Takes the results of a round; raises an AssertionError where one is wrong.
     measure : callable
         `timing.cupti`, or `timing.untimed` for a dry run.
     iterations : int
-        Timed rounds over `args`.
+        Timed rounds.
     label : str
         Kept in the result.
 
@@ -88,11 +81,11 @@ def check_then_time(
     AssertionError
         If `check` finds a wrong result.
     """
-    compiled = jax.jit(fn).lower(*args[0]).compile()
-    check([compiled(*each) for each in args])
-    outputs, timing = measure(compiled, args, iterations=iterations)
+    calls = calls.compiled()
+    check(calls.round())
+    outputs, timing = measure(calls, iterations=iterations)
     check(outputs)
-    memory = compiled.memory_analysis()
+    memory = calls.fn.memory_analysis()
     return Measured(timing, memory.temp_size_in_bytes if memory else 0, label)
 
 

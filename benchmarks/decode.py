@@ -19,6 +19,7 @@ from benchmarks.checked import Check, Failed, Measured, attempt, check_then_time
 from benchmarks.peers import run_peer
 from benchmarks.report import Result
 from benchmarks.session import Session, add_options, chosen
+from benchmarks.timing import Calls
 from benchmarks.workloads import WORKLOADS, Cache, Workload, expected_output, make_cache, to_layout
 from jax_paged_attn import PageTable, decode_attention, explain, paged_attention
 
@@ -71,7 +72,8 @@ def run_layout(
     explained = attempt(lambda: explain(attend, *args[0]))
     if isinstance(explained, Failed):
         return settings.implementation or "none", explained
-    outcome = attempt(lambda: check_then_time(attend, args, check, session.measure, settings.iterations))
+    calls = Calls(attend, args)
+    outcome = attempt(lambda: check_then_time(calls, check, session.measure, settings.iterations))
     return explained.implementation, outcome
 
 

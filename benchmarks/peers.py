@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from benchmarks.checked import Check, Failed, Measure, Measured, attempt, check_then_time
+from benchmarks.timing import Calls
 from benchmarks.workloads import Cache, Workload
 
 
@@ -85,7 +86,7 @@ def run_peer(
     args = [(cache,) for cache in caches]
 
     def run(label: str, fn: Callable[[Cache], jax.Array], iterations: int) -> Measured | Failed:
-        return attempt(lambda: check_then_time(fn, args, check, measure, iterations, label))
+        return attempt(lambda: check_then_time(Calls(fn, args), check, measure, iterations, label))
 
     tried = []
     for label, fn in peer.variants(workload):

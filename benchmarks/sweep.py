@@ -26,6 +26,7 @@ from benchmarks.checked import Check, Failed, attempt, check_then_time
 from benchmarks.peers import run_peer
 from benchmarks.report import Result
 from benchmarks.session import Session, add_options, chosen
+from benchmarks.timing import Calls
 from benchmarks.workloads import Cache, Workload, expected_output, make_cache, to_layout
 from jax_paged_attn import PageTable, explain, paged_attention
 from jax_paged_attn.testing import assert_close
@@ -97,13 +98,13 @@ make_table = jax.jit(PageTable.from_block_tables)
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
+class PointCalls:
     """The calls of a point, one for each of its page tables.
 
     Attributes
     ----------
-    ours : list of tuple
-        Arguments of `attend`.
+    ours : Calls
+        Of `attend`.
     peers : list of Cache
         The same for a peer, with tables no wider than the rows.
     check : callable
@@ -112,19 +113,19 @@ class Calls:
         What serves ours.
     """
 
-    ours: list[tuple]
+    ours: Calls
     peers: list[Cache]
     check: Check
     implementation: str
 
 
-def make_calls(point: Workload, pool: Pool, width: int) -> Calls:
+def make_calls(point: Workload, pool: Pool, width: int) -> PointCalls:
     """Make a point's inputs and its check; `width` is that of our page tables."""
     tables = block_tables(point)
     wide = np.pad(tables, ((0, 0), (0, 0), (0, width - tables.shape[2])))
     lens = np.array(point.kv_lens, np.int32)
     q, kv_lens = jnp.asarray(pool.q[: point.batch]), jnp.asarray(lens)
-    ours = [(q, *pool.ours, make_table(table, kv_lens)) for table in wide]
+    ours = Calls(attend, [(q, *pool.ours, make_table(table, kv_lens)) for table in wide])
     peers = [Cache(q, *pool.nhd, jnp.asarray(table), kv_lens) for table in tables]
 
     # The same number of rows at every point, some of them repeated where there are fewer: one compilation.
@@ -137,7 +138,7 @@ def make_calls(point: Workload, pool: Pool, width: int) -> Calls:
         checked = [np.asarray(outputs[call])[row] for call, row in zip(calls, rows, strict=True)]
         assert_close(np.stack(checked), expected)
 
-    return Calls(ours, peers, check, explain(attend, *ours[0]).implementation)
+    return PointCalls(ours, peers, check, explain(attend, *ours.args[0]).implementation)
 
 
 def run_point(point: Workload, pool: Pool, width: int, session: Session, min_calls: int) -> Result:
@@ -149,7 +150,7 @@ def run_point(point: Workload, pool: Pool, width: int, session: Session, min_cal
         implementation = calls.implementation
         rounds = -(-min_calls // point.num_caches)
         beside = run_peer(session.peer, point, calls.peers, calls.check, session.measure, rounds)
-        ours = attempt(lambda: check_then_time(attend, calls.ours, calls.check, session.measure, rounds))
+        ours = attempt(lambda: check_then_time(calls.ours, calls.check, session.measure, rounds))
     return Result(point.name, LAYOUT, point.dtype, implementation, point.num_bytes, ours, beside)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,30 @@ class Timing:
     ms: float
     spread: float
     kernels: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Equal calls of one function, which take their arguments in turn.
+
+    Attributes
+    ----------
+    fn : callable
+        Jittable, jitted or compiled.
+    args : sequence of tuple
+        One tuple of arguments a call, all of the same shapes.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[tuple]
+
+    def compiled(self) -> Self:
+        """Compile the function; the same one at the same shapes is compiled once, whatever the calls."""
+        return dataclasses.replace(self, fn=jax.jit(self.fn).lower(*self.args[0]).compile())
+
+    def round(self) -> Any:
+        """Make each call once; gives the list of their results."""
+        return [self.fn(*args) for args in self.args]
 
 
 def summarize(records: Sequence[tuple[str, float]], num_calls: int) -> Timing:
@@ -64,29 +88,25 @@ def summarize(records: Sequence[tuple[str, float]], num_calls: int) -> Timing:
     return Timing(float(median), float((high - low) / median), kernels)
 
 
-def cupti(
-    fn: Callable[..., Any], args: Sequence[tuple], *, iterations: int = 50, warmup_s: float = 0.05
-) -> tuple[list[Any], Timing]:
-    """Run `fn` over `args` in turn and time every kernel it launches.
+def cupti(calls: Calls, *, iterations: int = 50, warmup_s: float = 0.05) -> tuple[Any, Timing]:
+    """Make some calls in turn and time every kernel they launch.
 
     `jax.experimental.mosaic.gpu.profiler.measure` gives all calls the same arguments; rotating over several
     caches needs the two calls beneath it.
 
     Parameters
     ----------
-    fn : callable
-        A compiled or jitted function.
-    args : sequence of tuple
-        One tuple of arguments a call; the calls take them in turn.
+    calls : Calls
+        Of a compiled or jitted function.
     iterations : int
-        Rounds over `args`.
+        Rounds of the calls.
     warmup_s : float
         Untimed calls go on at least this long, for the clocks to rise.
 
     Returns
     -------
-    outputs : list
-        The results of the last timed round, one for each tuple of `args`.
+    outputs
+        The results of the last timed round.
     timing : Timing
 
     Raises
@@ -100,21 +120,23 @@ def cupti(
     ext = library._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
     end = time.perf_counter() + warmup_s
     while time.perf_counter() < end:
-        jax.block_until_ready([fn(*a) for a in args])
+        jax.block_until_ready(calls.round())
     ext._cupti_init()
     try:
-        outputs = [[fn(*a) for a in args] for _ in range(iterations)]
-        jax.block_until_ready(outputs)
+        # Kernels run in the order of their calls, so that the last round's results are the last of all.
+        for _ in range(iterations - 1):
+            calls.round()
+        outputs = jax.block_until_ready(calls.round())
     finally:
         # False: CUPTI stays attached to the process, so that it can be started again.
         records = ext._cupti_get_timings(False)
-    return outputs[-1], summarize(records, iterations * len(args))
+    return outputs, summarize(records, iterations * len(calls.args))
 
 
-def untimed(fn: Callable[..., Any], args: Sequence[tuple], *, iterations: int = 1) -> tuple[list[Any], None]:
-    """Stand in for `cupti` in a dry run: call `fn` once for each tuple of `args` and report no time."""
+def untimed(calls: Calls, *, iterations: int = 1) -> tuple[Any, None]:
+    """Stand in for `cupti` in a dry run: make one round of calls and report no time."""
     del iterations
-    return jax.block_until_ready([fn(*a) for a in args]), None
+    return jax.block_until_ready(calls.round()), None
 
 
 _REDUCTIONS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
@@ -150,7 +172,7 @@ def read_bandwidths(measure: Callable[..., Any], *, num_bytes: int = 4 << 30) ->
         x = jax.jit(lambda s=shape, d=dtype: jax.random.normal(jax.random.key(0, impl="rbg"), s, d))()
         for name, (reduction_dtype, reduction) in _REDUCTIONS.items():
             if reduction_dtype == dtype:
-                _, timing = measure(jax.jit(reduction), [(x,)], iterations=20)
+                _, timing = measure(Calls(jax.jit(reduction), [(x,)]), iterations=20)
                 bandwidths[name] = None if timing is None else num_bytes / timing.ms / 1e9
         # Freed before the next array is made: two of them and their temporaries are a third of the memory.
         x.delete()

@@ -143,7 +143,7 @@ def test_cupti_takes_the_arguments_in_turn(monkeypatch):
         calls.append(x)
         return 10 * x
 
-    outputs, result = timing.cupti(fn, [(1,), (2,), (3,)], iterations=4, warmup_s=0.001)
+    outputs, result = timing.cupti(timing.Calls(fn, [(1,), (2,), (3,)]), iterations=4, warmup_s=0.001)
     warm_calls, finalize = log
     assert warm_calls > 0
     assert finalize is False
@@ -153,11 +153,12 @@ def test_cupti_takes_the_arguments_in_turn(monkeypatch):
 
 
 def test_read_bandwidth_counts_the_whole_array():
-    def measure(fn, args, *, iterations):
-        ((x,),) = args
+    def measure(calls, *, iterations):
+        ((x,),) = calls.args
         assert x.nbytes == 1 << 20
-        assert np.isfinite(np.asarray(fn(x), np.float32)).all()
-        return [fn(x)], timing.Timing(ms=1.0, spread=0.0, kernels=("reduce",))
+        outputs = calls.round()
+        assert np.isfinite(np.asarray(outputs, np.float32)).all()
+        return outputs, timing.Timing(ms=1.0, spread=0.0, kernels=("reduce",))
 
     rates = timing.read_bandwidths(measure, num_bytes=1 << 20)
     assert len(rates) == 4
@@ -259,7 +260,7 @@ def test_a_wrong_result_is_never_timed():
     x = jnp.ones((2, 3), jnp.bfloat16)
     outcome = checked.attempt(
         lambda: checked.check_then_time(
-            lambda x: x, [(x,)], checked.equal_to([2 * x.astype(jnp.float32)]), measure, 1
+            timing.Calls(lambda x: x, [(x,)]), checked.equal_to([2 * x.astype(jnp.float32)]), measure, 1
         )
     )
     assert outcome == Failed("WRONG", wrong=True)
@@ -272,9 +273,9 @@ def test_the_best_setting_of_a_peer_counts():
     def setting(wrong):
         return lambda cache: expected.astype(jnp.bfloat16) + jnp.bfloat16(wrong)
 
-    def measure(fn, args, *, iterations):
+    def measure(calls, *, iterations):
         times.append(iterations)
-        return [fn(*a) for a in args], timing.Timing(1.0 / len(times), 0.0, ("kernel",))
+        return calls.round(), timing.Timing(1.0 / len(times), 0.0, ("kernel",))
 
     times = []
     peer = peers.Peer(
@@ -351,8 +352,8 @@ def test_unknown_workload_is_refused(capsys):
 def pretended_h200(monkeypatch, no_peer):
     """Times made up; what is written as on the real one."""
 
-    def measure(fn, args, *, iterations):
-        return [fn(*a) for a in args], timing.Timing(0.5, 0.01, ("decode", "merge"))
+    def measure(calls, *, iterations):
+        return calls.round(), timing.Timing(0.5, 0.01, ("decode", "merge"))
 
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     monkeypatch.setattr(session, "current_device", lambda: device)
@@ -413,9 +414,9 @@ def test_points_of_a_batch_share_a_compilation_and_a_sweep_is_written(tmp_path, 
     monkeypatch.setattr(sweep, "POINTS", points)
     called = []
 
-    def measure(fn, args, *, iterations):
-        called.append((fn, iterations))
-        return [fn(*a) for a in args], timing.Timing(0.01 * len(called), 0.01, ("decode", "merge"))
+    def measure(calls, *, iterations):
+        called.append((calls.fn, iterations))
+        return calls.round(), timing.Timing(0.01 * len(called), 0.01, ("decode", "merge"))
 
     monkeypatch.setattr(timing, "cupti", measure)
     assert sweep.main(["--points", "1x*", "--out", str(tmp_path)]) == 0
