@@ -9,7 +9,6 @@ nothing and writes nothing.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -18,12 +17,18 @@ from benchmarks import report
 from benchmarks.checked import Check, Failed, Measured, attempt, check_then_time, equal_to
 from benchmarks.peers import run_peer
 from benchmarks.report import Result
-from benchmarks.session import Session, add_options, chosen
+from benchmarks.session import LAYOUTS, Session, Settings, add_options, add_workload_options
 from benchmarks.timing import Calls
-from benchmarks.workloads import WORKLOADS, Cache, Workload, expected_output, make_cache, to_layout
+from benchmarks.workloads import (
+    COUNTED,
+    WORKLOADS,
+    Cache,
+    Workload,
+    expected_output,
+    make_cache,
+    to_layout,
+)
 from jax_paged_attn import PageTable, decode_attention, explain, paged_attention
-
-LAYOUTS = ("HND", "NHD")
 
 NOTES = """\
 - Every output is compared with the float32 reference before it is timed, and the timed outputs again.
@@ -32,25 +37,6 @@ NOTES = """\
   is a call of `decode_attention`, which takes none.
 - The peer reads the layout NHD only: its one time, at the best of its split counts, stands beside both
   layouts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How workloads are run.
-
-    Attributes
-    ----------
-    layouts : tuple of str
-        Of "HND", "NHD".
-    implementation : str or None
-        As `paged_attention` takes it; None lets it choose.
-    iterations : int
-        Timed rounds over a workload's caches.
-    """
-
-    layouts: tuple[str, ...]
-    implementation: str | None
-    iterations: int
 
 
 def run_layout(
@@ -108,21 +94,12 @@ def run_workload(workload: Workload, session: Session, settings: Settings) -> li
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; see ``--help``."""
-    names = [w.name for w in WORKLOADS]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add(
-        "--workloads",
-        type=functools.partial(chosen, names, "workload"),
-        default=names,
-        help=f"some of {','.join(names)}; * stands for any characters",
-    )
-    add("--layouts", type=functools.partial(chosen, LAYOUTS, "layout"), default=LAYOUTS, help="HND,NHD")
-    add("--implementation", help="mosaic_gpu, xla, ...; left out: the default choice")
+    add_workload_options(parser, [w.name for w in WORKLOADS])
     add_options(parser, iterations="timed rounds over a workload's caches")
     return parser.parse_args(argv)
 
@@ -134,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session.start(command, dry_run=arguments.dry_run)
     if session is None:
         return 2
-    settings = Settings(tuple(arguments.layouts), arguments.implementation, arguments.iterations)
+    settings = Settings.of(arguments)
 
     results: list[Result] = []
     for workload in WORKLOADS:
@@ -151,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results,
         report.markdown_table(["workload", "what"], workloads),
         title="Decode attention",
+        counted=COUNTED,
         timed=f"{arguments.iterations} rounds",
         notes=NOTES,
         whole=len(results) == len(WORKLOADS) * len(LAYOUTS) and arguments.implementation is None,

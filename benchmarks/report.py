@@ -133,8 +133,12 @@ class Result:
         What ran; together the key of its csv row.
     num_bytes : int
         The fewest bytes the call must move.
-    ours, peer : Measured or Failed
+    ours : Measured or Failed
         What came of it.
+    peer : Measured, Failed or None
+        What came of a peer's; None where there is none to compare with.
+    setting : str
+        What of several settings ran; not in the csv.
     """
 
     workload: str
@@ -143,7 +147,8 @@ class Result:
     implementation: str
     num_bytes: int
     ours: Measured | Failed
-    peer: Measured | Failed
+    peer: Measured | Failed | None = None
+    setting: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -160,7 +165,7 @@ class Result:
         return _timing(self.peer)
 
 
-def _timing(outcome: Measured | Failed) -> Timing | None:
+def _timing(outcome: Measured | Failed | None) -> Timing | None:
     return outcome.timing if isinstance(outcome, Measured) else None
 
 
@@ -198,33 +203,40 @@ def csv_row(result: Result, read_tbps: float, peer_name: str, commit: str) -> Ro
     return dict(zip(KEY, result.key, strict=True)) | values
 
 
-def results_table(results: Iterable[Result], read_tbps: float | None, peer_name: str) -> str:
+def results_table(results: Sequence[Result], read_tbps: float | None, peer_name: str) -> str:
     """Lay out results as Markdown; what has no time says why in its place."""
-    header = ["workload", "layout", "implementation", "ms", "spread", "GB", "TB/s", "share of R", "kernels"]
-    header += ["workspace MB", f"{peer_name} ms", "its setting", "ours / peer"]
-    rows = []
-    for result in results:
-        gigabytes = f"{result.num_bytes / 1e9:.4g}"
-        if result.timing is None or read_tbps is None:
-            ours = [_without_time(result.ours), "", gigabytes, "", "", ""]
-        else:
-            time, rate = result.timing, result.num_bytes / result.timing.ms / 1e9
-            ours = [
-                f"{time.ms:.4f}",
-                f"{time.spread:.1%}",
-                gigabytes,
-                f"{rate:.2f}",
-                f"{rate / read_tbps:.1%}",
-            ]
-            ours.append(str(len(time.kernels)))
-        ours.append(f"{result.ours.workspace_bytes / 1e6:.1f}" if isinstance(result.ours, Measured) else "")
+    rows = [_cells(result, read_tbps, peer_name) for result in results]
+    # All results of a run have a peer, or none has; the same for settings.
+    return markdown_table(list(rows[0]) if rows else ["workload"], [list(row.values()) for row in rows])
+
+
+def _cells(result: Result, read_tbps: float | None, peer_name: str) -> Row:
+    """Lay out a line of the table, by column."""
+    cells = {"workload": result.workload, "layout": result.layout, "implementation": result.implementation}
+    if result.setting:
+        cells["setting"] = result.setting
+    gigabytes = f"{result.num_bytes / 1e9:.4g}"
+    if result.timing is None or read_tbps is None:
+        ours = [_without_time(result.ours), "", gigabytes, "", "", ""]
+    else:
+        time, rate = result.timing, result.num_bytes / result.timing.ms / 1e9
+        ours = [_ms(time), f"{time.spread:.1%}", gigabytes, f"{rate:.2f}", f"{rate / read_tbps:.1%}"]
+        ours.append(str(len(time.kernels)))
+    cells |= zip(("ms", "spread", "GB", "TB/s", "share of R", "kernels"), ours, strict=True)
+    workspace = result.ours.workspace_bytes if isinstance(result.ours, Measured) else None
+    cells["workspace MB"] = "" if workspace is None else f"{workspace / 1e6:.1f}"
+    if result.peer is not None:
         theirs, ratio = _without_time(result.peer), ""
         if result.peer_timing is not None:
-            theirs = f"{result.peer_timing.ms:.4f}"
+            theirs = _ms(result.peer_timing)
             ratio = f"{result.timing.ms / result.peer_timing.ms:.3f}" if result.timing else ""
         setting = result.peer.label if isinstance(result.peer, Measured) else ""
-        rows.append([result.workload, result.layout, result.implementation, *ours, theirs, setting, ratio])
-    return markdown_table(header, rows)
+        cells |= {f"{peer_name} ms": theirs, "its setting": setting, "ours / peer": ratio}
+    return cells
+
+
+def _ms(timing: Timing) -> str:
+    return f"{timing.ms:#.4g}"
 
 
 def _without_time(outcome: Measured | Failed) -> str:

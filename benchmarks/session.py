@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from benchmarks.checked import Failed, Measure
 from benchmarks.peers import Peer, flash_attention_3
 from benchmarks.report import Result
 
+LAYOUTS = ("HND", "NHD")
+
 NOTES = """\
-- **GB, TB/s**: `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
-  once; decimal.
+- **GB, TB/s**: {counted}; decimal.
 - **ms**: the summed durations of all kernels that one call launches (CUPTI), the median over {timed};
   **spread**: the 90th less the 10th percentile, over the median; **kernels**: how many one call launches.
   Gaps between kernels and the time of the host are not in it.
@@ -104,6 +106,7 @@ class Session:
         results: Sequence[Result],
         *more: str,
         title: str,
+        counted: str,
         timed: str,
         notes: str,
         whole: bool,
@@ -118,8 +121,9 @@ class Session:
             All of the run.
         *more : str
             Further paragraphs.
-        title, timed, notes : str
-            What was run, what a time is the median of, and what else is to know, as a Markdown list.
+        title, counted, timed, notes : str
+            What was run, which bytes count, what a time is the median of, and what else is to know, as a
+            Markdown list.
         whole : bool
             Whether the run left nothing out.
 
@@ -133,7 +137,7 @@ class Session:
         else:
             versions = ", ".join(f"{name} {version}" for name, version in report.versions().items())
             head = f"- command: `{self.command}`\n- commit: {self.commit}\n- versions: {versions}"
-            head = "\n".join([head, NOTES.format(timed=timed), notes])
+            head = "\n".join([head, NOTES.format(counted=counted, timed=timed), notes])
             reads = "; ".join(f"{name} {_tbps_or_not(rate)}" for name, rate in self.bandwidths.items())
             reads = f"R, by reading 4 GiB: {reads}."
             page = "\n\n".join([f"# {title}, {self.device_kind}", head, self.table(results), reads, *more])
@@ -168,6 +172,43 @@ def chosen(known: Sequence[str], what: str, text: str) -> list[str]:
     if unknown := [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in known)]:
         raise argparse.ArgumentTypeError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
     return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How named workloads are run.
+
+    Attributes
+    ----------
+    layouts : tuple of str
+        Of "HND", "NHD".
+    implementation : str or None
+        As the public functions take it; None lets them choose.
+    iterations : int
+        As ``--iterations`` gives them.
+    """
+
+    layouts: tuple[str, ...]
+    implementation: str | None
+    iterations: int
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Settings:
+        """From the options that `add_workload_options` adds."""
+        return cls(tuple(arguments.layouts), arguments.implementation, arguments.iterations)
+
+
+def add_workload_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the options of a benchmark of named workloads."""
+    add = parser.add_argument
+    add(
+        "--workloads",
+        type=functools.partial(chosen, names, "workload"),
+        default=names,
+        help=f"some of {','.join(names)}; * stands for any characters",
+    )
+    add("--layouts", type=functools.partial(chosen, LAYOUTS, "layout"), default=LAYOUTS, help="HND,NHD")
+    add("--implementation", help="mosaic_gpu, xla, ...; left out: the default choice")
 
 
 def add_options(parser: argparse.ArgumentParser, iterations: str) -> None:

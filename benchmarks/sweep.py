@@ -27,7 +27,7 @@ from benchmarks.peers import run_peer
 from benchmarks.report import Result
 from benchmarks.session import Session, add_options, chosen
 from benchmarks.timing import Calls
-from benchmarks.workloads import Cache, Workload, expected_output, make_cache, to_layout
+from benchmarks.workloads import COUNTED, Cache, Workload, expected_output, make_cache, to_layout
 from jax_paged_attn import PageTable, explain, paged_attention
 from jax_paged_attn.testing import assert_close
 
@@ -199,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out / f"{stem}.md",
         results,
         title="One decode call against batch and length",
+        counted=COUNTED,
         timed=f"{arguments.iterations} calls or more",
         notes=NOTES,
         whole=len(results) == len(POINTS),

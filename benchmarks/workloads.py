@@ -18,6 +18,10 @@ import numpy as np
 
 from jax_paged_attn import PageTable, reference
 
+COUNTED = """\
+`bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
+  once"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
