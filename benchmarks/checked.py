@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from benchmarks.timing import Calls, Timing
+from jax_paged_attn import explain
 from jax_paged_attn.testing import assert_close
 
 type Measure = Callable[..., tuple[Any, Timing | None]]
@@ -105,3 +106,13 @@ def attempt[T](run: Callable[[], T]) -> T | Failed:
     except Exception as error:
         traceback.print_exc()
         return Failed(type(error).__name__)
+
+
+def attempt_ours(
+    calls: Calls, check: Check, measure: Measure, iterations: int, asked_for: str | None = None
+) -> tuple[str, Measured | Failed]:
+    """Name the implementation that serves our calls, and what comes of `check_then_time`."""
+    explained = attempt(lambda: explain(calls.fn, *calls.first_arguments))
+    if isinstance(explained, Failed):
+        return asked_for or "none", explained
+    return explained.implementation, attempt(lambda: check_then_time(calls, check, measure, iterations))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import report
-from benchmarks.checked import Check, Failed, Measured, attempt, check_then_time, equal_to
+from benchmarks.checked import Check, Failed, Measured, attempt_ours, equal_to
 from benchmarks.peers import run_peer
 from benchmarks.report import Result
 from benchmarks.session import LAYOUTS, Session, Settings, add_options, add_workload_options
@@ -28,7 +28,7 @@ from benchmarks.workloads import (
     make_cache,
     to_layout,
 )
-from jax_paged_attn import PageTable, decode_attention, explain, paged_attention
+from jax_paged_attn import PageTable, decode_attention, paged_attention
 
 NOTES = """\
 - Every output is compared with the float32 reference before it is timed, and the timed outputs again.
@@ -55,12 +55,9 @@ def run_layout(
         args.append((cache.q, *pools, cache.kv_lens if workload.contiguous else page_table))
     function = decode_attention if workload.contiguous else paged_attention
     attend = functools.partial(function, kv_layout=layout, implementation=settings.implementation)
-    explained = attempt(lambda: explain(attend, *args[0]))
-    if isinstance(explained, Failed):
-        return settings.implementation or "none", explained
-    calls = Calls(attend, args)
-    outcome = attempt(lambda: check_then_time(calls, check, session.measure, settings.iterations))
-    return explained.implementation, outcome
+    return attempt_ours(
+        Calls(attend, args), check, session.measure, settings.iterations, settings.implementation
+    )
 
 
 def run_workload(workload: Workload, session: Session, settings: Settings) -> list[Result]:

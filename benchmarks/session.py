@@ -148,7 +148,12 @@ class Session:
                 print(
                     "Only a part was run: its rows are in the csv; the page of the whole is left as it was."
                 )
-        return int(any(isinstance(result.ours, Failed) for result in results))
+        return exit_status(results)
+
+
+def exit_status(results: Sequence[Result]) -> int:
+    """0 if every result of ours was right and, but for a dry run, timed."""
+    return int(any(isinstance(result.ours, Failed) for result in results))
 
 
 def _tbps_or_not(rate: float | None) -> str:

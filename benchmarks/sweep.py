@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.checked import Check, Failed, attempt, check_then_time
+from benchmarks.checked import Check, Failed, attempt, attempt_ours
 from benchmarks.peers import run_peer
 from benchmarks.report import Result
 from benchmarks.session import Session, add_options, chosen
 from benchmarks.timing import Calls
 from benchmarks.workloads import COUNTED, Cache, Workload, expected_output, make_cache, to_layout
-from jax_paged_attn import PageTable, explain, paged_attention
+from jax_paged_attn import PageTable, paged_attention
 from jax_paged_attn.testing import assert_close
 
 LENGTH = 4096  # of the rows, where the cost against batch is asked
@@ -109,14 +109,11 @@ class PointCalls:
         The same for a peer, with tables no wider than the rows.
     check : callable
         Compares some rows of our or a peer's outputs with the reference.
-    implementation : str
-        What serves ours.
     """
 
     ours: Calls
     peers: list[Cache]
     check: Check
-    implementation: str
 
 
 def make_calls(point: Workload, pool: Pool, width: int) -> PointCalls:
@@ -138,7 +135,7 @@ def make_calls(point: Workload, pool: Pool, width: int) -> PointCalls:
         checked = [np.asarray(outputs[call])[row] for call, row in zip(calls, rows, strict=True)]
         assert_close(np.stack(checked), expected)
 
-    return PointCalls(ours, peers, check, explain(attend, *ours.args[0]).implementation)
+    return PointCalls(ours, peers, check)
 
 
 def run_point(point: Workload, pool: Pool, width: int, session: Session, min_calls: int) -> Result:
@@ -147,10 +144,9 @@ def run_point(point: Workload, pool: Pool, width: int, session: Session, min_cal
     if isinstance(calls, Failed):
         implementation, ours, beside = "none", calls, calls
     else:
-        implementation = calls.implementation
         rounds = -(-min_calls // point.num_caches)
         beside = run_peer(session.peer, point, calls.peers, calls.check, session.measure, rounds)
-        ours = attempt(lambda: check_then_time(calls.ours, calls.check, session.measure, rounds))
+        implementation, ours = attempt_ours(calls.ours, calls.check, session.measure, rounds)
     return Result(point.name, LAYOUT, point.dtype, implementation, point.num_bytes, ours, beside)
 
 

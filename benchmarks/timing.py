@@ -32,7 +32,7 @@ class Timing:
     kernels: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Calls:
     """Equal calls of one function, which take their arguments in turn.
 
@@ -47,13 +47,72 @@ class Calls:
     fn: Callable[..., Any]
     args: Sequence[tuple]
 
+    @property
+    def first_arguments(self) -> tuple:
+        """What the function takes at the first call."""
+        return self.args[0]
+
     def compiled(self) -> Self:
         """Compile the function; the same one at the same shapes is compiled once, whatever the calls."""
-        return dataclasses.replace(self, fn=jax.jit(self.fn).lower(*self.args[0]).compile())
+        return dataclasses.replace(self, fn=jax.jit(self.fn).lower(*self.first_arguments).compile())
 
     def round(self) -> Any:
         """Make each call once; gives the list of their results."""
         return [self.fn(*args) for args in self.args]
+
+    def why_not_timed(self) -> str | None:
+        """Why the kernels' times are not all that the compiled calls take; None if they are."""
+        return None
+
+
+@dataclasses.dataclass
+class UpdatingCalls(Calls):
+    """Calls that each update in place what the one before left.
+
+    Attributes
+    ----------
+    fn : callable
+        ``fn(state, *args)`` gives the new state and a result.
+    args : sequence of tuple
+        Of each call, without the state.
+    state
+        A pytree of arrays, which the first call takes from the caller: it is donated.
+
+    Examples
+    --------
+    >>> calls = UpdatingCalls(lambda total, x: (total + x, 10 * x), [(1.0,), (2.0,)], jnp.zeros(3))
+    >>> total, results = calls.compiled().round()
+    >>> total.tolist(), [float(result) for result in results]
+    ([3.0, 3.0, 3.0], [10.0, 20.0])
+    """
+
+    state: Any
+
+    @property
+    def first_arguments(self) -> tuple:
+        return self.state, *self.args[0]
+
+    def compiled(self) -> Self:
+        return dataclasses.replace(
+            self, fn=jax.jit(self.fn, donate_argnums=0).lower(*self.first_arguments).compile()
+        )
+
+    def round(self) -> Any:
+        """Make each call once; gives the state that the last one left, and the list of results."""
+        results = []
+        for args in self.args:
+            self.state, result = self.fn(self.state, *args)
+            results.append(result)
+        return self.state, results
+
+    def why_not_timed(self) -> str | None:
+        # XLA copies an array by a memory copy, of which there is no kernel record. That needs the array's
+        # room, in temporaries or in results, beside what the results take over from the donated state.
+        memory = self.fn.memory_analysis()
+        room = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        if room >= min(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state)):
+            return "the compiled call may copy what it should update in place"
+        return None
 
 
 def summarize(records: Sequence[tuple[str, float]], num_calls: int) -> Timing:
@@ -112,8 +171,10 @@ def cupti(calls: Calls, *, iterations: int = 50, warmup_s: float = 0.05) -> tupl
     Raises
     ------
     RuntimeError
-        Without a CUDA plugin, or if the calls launch different kernels.
+        Without a CUDA plugin, if the calls launch different kernels, or if these are not all that they do.
     """
+    if reason := calls.why_not_timed():
+        raise RuntimeError(reason)
     library = profiler.mosaic_gpu_lib  # pyright: ignore[reportPrivateImportUsage]
     if library is None:
         raise RuntimeError("CUPTI needs jax's CUDA plugin: install jax[cuda12] or jax[cuda13]")

@@ -196,19 +196,21 @@ def _normal(workload: Workload, num_pages: int, key: jax.Array) -> tuple[jax.Arr
     pool = (num_pages, workload.page_size, workload.num_kv_heads)
     q_key, k_key, v_key = jax.random.split(key, 3)
     q = jax.random.normal(q_key, (workload.batch, workload.num_q_heads, workload.head_dim), workload.dtype)
-    k = _normal_pages(k_key, (*pool, workload.head_dim), workload.dtype)
-    return q, k, _normal_pages(v_key, (*pool, workload.v_head_dim), workload.dtype)
+    k = normal_pages(k_key, (*pool, workload.head_dim), workload.dtype)
+    return q, k, normal_pages(v_key, (*pool, workload.v_head_dim), workload.dtype)
 
 
 FILLED_AT_ONCE = 1 << 24  # elements of a pool
 
 
-def _normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Fill a pool some pages at a time: all at once takes as much again for the random bits."""
+    drawn = "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
     some = min(max(FILLED_AT_ONCE // math.prod(shape[1:]), 1), shape[0])
 
     def fill(i: jax.Array, pages: jax.Array) -> jax.Array:
-        values = jax.random.normal(jax.random.fold_in(key, i), (some, *shape[1:]), dtype)
+        values = jax.random.normal(jax.random.fold_in(key, i), (some, *shape[1:]), drawn).astype(dtype)
         # The last pages' start is clipped, so that they overlap the ones before.
         return jax.lax.dynamic_update_slice_in_dim(pages, values, i * some, axis=0)
 

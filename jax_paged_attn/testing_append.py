@@ -278,12 +278,16 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(a).view(unsigned) == np.ascontiguousarray(b).view(unsigned)
 
 
+def rotation_tolerance(dtype: Any) -> tuple[float, float]:
+    """Say how far rotated values of `dtype` may be off: (absolute, relative), which add up."""
+    if dtype == np.int8:
+        return 1.0, 0.0
+    info = jnp.finfo(dtype)
+    return max(float(info.smallest_subnormal), ROTATION_ATOL), float(info.eps)
+
+
 def _assert_rounded(values: np.ndarray, expected: np.ndarray) -> None:
     """Compare rotated values with expected ones, in float32 or rounded themselves."""
-    if values.dtype == np.int8:
-        atol, rtol = 1.0, 0.0
-    else:
-        info = jnp.finfo(values.dtype)
-        atol, rtol = max(float(info.smallest_subnormal), ROTATION_ATOL), float(info.eps)
+    atol, rtol = rotation_tolerance(values.dtype)
     values, expected = values.astype(np.float32), expected.astype(np.float32)
     chex.assert_trees_all_close(values, expected, atol=atol, rtol=rtol)
