@@ -4,19 +4,34 @@ import csv
 import dataclasses
 import doctest
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked, decode, peers, plots, report, session, sweep, timing, workloads
+from benchmarks import (
+    append,
+    append_workloads,
+    checked,
+    decode,
+    peers,
+    plots,
+    report,
+    session,
+    sweep,
+    timing,
+    workloads,
+)
 from benchmarks.checked import Failed, Measured
 from benchmarks.workloads import WORKLOADS, Workload
+from jax_paged_attn import reference
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = Workload("tiny", kv_lens=(5, 0, 40), num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
@@ -26,7 +41,19 @@ def named(name):
     return next(w for w in WORKLOADS if w.name == name)
 
 
-MODULES = [workloads, timing, checked, peers, report, session, decode, sweep, plots]
+MODULES = [
+    workloads,
+    append_workloads,
+    timing,
+    checked,
+    peers,
+    report,
+    session,
+    decode,
+    append,
+    sweep,
+    plots,
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -493,6 +520,184 @@ def test_dry_run_of_the_sweep(tmp_path, capsys, no_peer):
     assert list(tmp_path.iterdir()) == []
 
 
+def written(name):
+    return next(w for w in append_workloads.WORKLOADS if w.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("W1", 4096 + 4096 + 4),
+        ("W1-rope", 4096 + 4096 + 16384 + 8),
+        ("W2", 4096 + 4096 + 4),
+        ("W2-e4m3", 4096 + 2048 + 4),
+        ("W2-token", 4096 + 2048 + 2 * 2 * 8 * 4 + 4),
+        ("W-rope", 4096 + 2048 + 16384 + 8),
+    ],
+)
+def test_bytes_of_a_write(name, token):
+    tokens = 128 if name.startswith("W1") else 16384
+    assert written(name).num_bytes == tokens * token
+    assert written(name).num_bytes * written(name).num_calls > 4 * 60e6  # of the L2
+
+
+@pytest.mark.parametrize("name", ["W1", "W2"])
+def test_slots_of_all_calls_are_distinct_and_a_sequences_in_order(name):
+    workload = written(name)
+    slots, positions = append_workloads.place(workload, seed=1)
+    chex.assert_shape([slots, positions], (workload.num_calls, workload.num_tokens))
+    assert len(np.unique(slots)) == slots.size
+    assert slots.min() >= 0
+    assert slots.max() < workload.num_pages * workload.page_size
+    shape = workload.num_calls, workload.num_sequences, workload.tokens_each
+    of_sequences = np.moveaxis(positions.reshape(shape), 1, 0).reshape(workload.num_sequences, -1)
+    assert (np.diff(of_sequences) == 1).all()
+    np.testing.assert_array_equal(positions % 16, slots % 16)
+    # A page holds one sequence's neighbouring tokens; the next page may lie anywhere.
+    pages = np.moveaxis((slots // 16).reshape(shape), 1, 0).reshape(workload.num_sequences, -1)
+    same_page = of_sequences[:, 1:] // 16 == of_sequences[:, :-1] // 16
+    np.testing.assert_array_equal(pages[:, 1:] == pages[:, :-1], same_page)
+    assert len(np.unique(np.diff(pages)[~same_page])) > 100
+
+
+@pytest.fixture(params=["W1-rope", "W2-token", "W-rope"])
+def write(request):
+    """A small workload's pools before and after its calls by the reference, and the check of these."""
+    workload, layout = written(request.param).shrunk(), "HND"
+    inputs = append_workloads.make_inputs(workload, seed=2)
+    before = append_workloads.make_pools(workload, layout, seed=2)
+    pools, results = before, []
+    for new in append_workloads.calls_arguments(workload, inputs):
+        pools, q = append_workloads.append(pools, new, module=reference, kv_layout=layout)
+        results.append(q if q is None else q.astype(workload.dtype))
+    expected = append_workloads.expect(workload, inputs)
+    check = append_workloads.make_check(workload, layout, before, inputs, expected)
+    return SimpleNamespace(workload=workload, inputs=inputs, pools=pools, results=results, check=check)
+
+
+def next_bits(x, at):
+    """`x` with the least change of one value."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(bits.at[at].set(bits[at] ^ 1), x.dtype)
+
+
+def test_the_check_of_a_write_takes_the_reference_and_no_other_bit(write):
+    write.check((write.pools, write.results))
+    slots = np.asarray(write.inputs.tokens["slot_mapping"])
+    page, offset = divmod(int(slots[1, -1]), 16)
+    unwritten = next(slot for slot in range(24 * 16) if slot not in slots)
+    for name, pool in write.pools.items():
+        for slot in (page, 3, offset), (unwritten // 16, 3, unwritten % 16):
+            at = slot if pool.ndim == 3 else (*slot, 7)
+            wrong = write.pools | {name: next_bits(pool, at)}
+            rotated = name == "k_pages" and slot[0] == page and write.workload.num_q_heads
+            if rotated:  # its last bit may differ, but not by more
+                write.check((wrong, write.results))
+                wrong[name] = pool.at[at].set(pool[at] * 2 + 1)
+            with pytest.raises(AssertionError, match=name if slot[0] == page else f"{name} elsewhere"):
+                write.check((wrong, write.results))
+    if write.workload.num_q_heads:
+        wrong = [write.results[0], write.results[1].at[2, 31, 5].add(1)]
+        with pytest.raises(AssertionError, match="'q': 1"):
+            write.check((write.pools, wrong))
+
+
+def test_calls_that_copy_their_state_are_not_timed(monkeypatch):
+    def updating(fn):
+        state = jnp.zeros((64, 64)), jnp.ones((64, 64))
+        return timing.UpdatingCalls(fn, [(1.0,), (2.0,)], state).compiled()
+
+    in_place = updating(lambda state, x: ((state[0].at[0].add(x), state[1].at[1].add(x)), x + 1))
+    assert in_place.why_not_timed() is None
+    for _ in range(2):
+        (first, second), results = in_place.round()
+    assert results == [2.0, 3.0]
+    assert (float(first[0, 0]), float(second[1, 1]), float(second[0, 0])) == (6.0, 7.0, 1.0)
+
+    ext = SimpleNamespace(_cupti_init=lambda: None, _cupti_get_timings=lambda _: [("kernel", 0.25)] * 6)
+    monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", SimpleNamespace(_mosaic_gpu_ext=ext))
+    ((first, _), results), measured = timing.cupti(in_place, iterations=3, warmup_s=0.001)
+    assert results == [2.0, 3.0]
+    assert float(first[0, 0]) >= 6 + 3 * 4
+    assert measured.ms == 0.25
+
+    monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", None)
+    for copying in (lambda state, x: (state[::-1], x), lambda state, x: ((state[0] + x, state[1]), state[0])):
+        with pytest.raises(RuntimeError, match="may copy"):
+            timing.cupti(updating(copying))
+
+
+def test_writes_are_written_to_the_csv_and_a_page(tmp_path, monkeypatch, pretended_h200, capsys):
+    workloads = tuple(written(name).shrunk() for name in ("W1", "W2", "W-rope"))
+    monkeypatch.setattr(append, "WORKLOADS", workloads)
+    report.write_rows(tmp_path / "h200.csv", [row("A", ms="9"), row("W1", "xla", ms="8")])
+
+    assert append.main(["--workloads", "W-*,W1", "--layouts", "NHD", "--out", str(tmp_path)]) == 0
+    rows = report.read_rows(tmp_path / "h200.csv")
+    assert [(r["workload"], r["layout"], r["dtype"], r["ms"], r["peer"]) for r in rows] == [
+        ("A", "HND", "bfloat16", "9", ""),
+        ("W1", "HND", "bfloat16", "8", ""),
+        ("W1", "NHD", "bfloat16", "0.50000", ""),
+        ("W-rope", "NHD", "float8_e4m3fn", "0.50000", ""),
+    ]
+    assert "at W2's rate" not in capsys.readouterr().out
+    assert not (tmp_path / "append_h200.md").exists()
+
+    assert append.main(["--out", str(tmp_path)]) == 0
+    assert len(report.read_rows(tmp_path / "h200.csv")) == 1 + 6
+    page = (tmp_path / "append_h200.md").read_text()
+    for text in ("# Cache writes, NVIDIA H200", "commit: abc", "pool_itemsize", "at W2's rate"):
+        assert text in page
+    assert "peer" not in page
+    ratio = f"{workloads[1].num_bytes / workloads[2].num_bytes:.3f}"
+    for layout in ("HND", "NHD"):
+        assert re.search(rf"^\| W-rope +\| {layout} +\| {ratio} +\|$", page, re.MULTILINE)
+
+
+def test_a_wrong_write_gets_no_time(tmp_path, monkeypatch, pretended_h200, capsys):
+    monkeypatch.setattr(append, "WORKLOADS", tuple(written(name).shrunk() for name in ("W1", "W2")))
+    right = append_workloads.append
+
+    def wrong_for_two_calls_of_27(pools, new, **options):
+        pools, q = right(pools, new, **options)
+        if len(new["slot_mapping"]) == 27:
+            pools["v_pages"] = pools["v_pages"].at[0, 0, 0, 0].add(1)
+        return pools, q
+
+    monkeypatch.setattr(append, "append", wrong_for_two_calls_of_27)
+    assert append.main(["--layouts", "HND", "--out", str(tmp_path)]) == 1
+    assert [r["workload"] for r in report.read_rows(tmp_path / "h200.csv")] == ["W1"]
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out
+    assert "'v_pages elsewhere': 1" in captured.err
+
+
+def test_each_configuration_of_the_kernel(tmp_path, monkeypatch, pretended_h200, capsys):
+    def measure(calls, *, iterations):
+        rounds.append((iterations, len(calls.args)))
+        return calls.round(), timing.Timing(0.5, 0.01, ("append_kv",))
+
+    rounds = []
+    monkeypatch.setattr(timing, "cupti", measure)
+    monkeypatch.setattr(append, "WORKLOADS", (written("W-rope").shrunk(),))
+    assert append.main(["--configs", "--layouts", "HND", "--iterations", "3", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split("|")[4].strip() for line in printed.splitlines() if line.startswith("| W-rope")] == [
+        "block_tokens=4, the default",
+        "block_tokens=8",
+    ]
+    assert printed.count("left out: config: expected") == 2
+    assert rounds == [(2, 2), (2, 2)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_writes(tmp_path, capsys, no_peer):
+    arguments = ["--workloads", "W1,W2-token,W-rope", "--layouts", "NHD", "--out", str(tmp_path)]
+    assert append.main(["--dry-run", *arguments]) == 0
+    assert capsys.readouterr().out.count("not measured") == 4 + 3
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_sweep_there_is_nothing_to_draw(tmp_path, capsys):
     assert plots.main(["--results", str(tmp_path)]) == 1
     assert "run python -m benchmarks.sweep" in capsys.readouterr().err
@@ -521,8 +726,9 @@ esac
             "PATH": os.environ["PATH"],
             "OUT": str(tmp_path / "out"),
             "PYTHON": str(stub),
-            "STEPS": "tests bench sweep",
+            "STEPS": "tests bench append sweep",
             "BENCH": "--workloads A",
+            "APPEND": "--workloads W2-*",
             "SWEEP": "--points *x4096",
         },
         capture_output=True,
@@ -533,6 +739,7 @@ esac
     assert f"2 tests, {skipped} skipped" in done.stdout
     for step, arguments in (
         ("bench", "decode --out {} --workloads A"),
+        ("append", "append --out {} --workloads W2-*"),
         ("sweep", "sweep --out {} --points *x4096"),
     ):
         log = (tmp_path / "out" / f"{step}.log").read_text()
