@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_paged_attn import PageTable, decode_attention, dispatch, paged_attention
+from jax_paged_attn import (
+    PageTable,
+    append_paged_kv,
+    decode_attention,
+    dispatch,
+    paged_attention,
+    rope_append_paged_kv,
+)
 from jax_paged_attn.validation import LAYOUT_AXES
 
 # Of a choice by platform, of small arrays (a contiguous cache's page table, a traced scale), and what only
@@ -95,3 +102,46 @@ def test_a_mapped_call_is_one_larger_batch(batch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 2
     assert "gather" not in text
+
+
+@each_choice
+@pytest.mark.parametrize("rotated", [False, True])
+def test_an_append_is_one_kernel(rotated, implementation):
+    shape = jax.ShapeDtypeStruct
+    pages, scale = shape((40, 2, 16, 64), jnp.int8), shape((2,), jnp.float32)
+    q, new = shape((9, 8, 64), jnp.bfloat16), shape((9, 2, 64), jnp.bfloat16)
+    slots, inv_freq = shape((9,), jnp.int32), shape((32,), jnp.float32)
+    if rotated:
+
+        def call(q, new, slots, pages, scale, inv_freq, **options):
+            return rope_append_paged_kv(
+                q,
+                new,
+                new,
+                slots,
+                pages,
+                pages,
+                slots,
+                inv_freq=inv_freq,
+                k_scale=scale,
+                v_scale=scale,
+                **options,
+            )
+
+        assert kernels_of(call, q, new, slots, pages, scale, inv_freq, implementation=implementation) == 1
+    else:
+        assert kernels_of(append_paged_kv, pages, pages, new, new, slots, implementation=implementation) == 1
+
+
+def test_a_mapped_append_is_one_larger_one():
+    pages, new = (
+        jax.ShapeDtypeStruct((5, 40, 2, 16, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((5, 9, 2, 64), jnp.bfloat16),
+    )
+    slots = jax.ShapeDtypeStruct((5, 9), jnp.int32)
+    with dispatch.assume_target("sm_90"):
+        append = jax.vmap(functools.partial(append_paged_kv, implementation="mosaic_gpu"))
+        traced = jax.jit(append).trace(pages, pages, new, new, slots)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    assert "scatter" not in text

@@ -24,8 +24,13 @@ from .token_rows import convert_columns, rotate_halves
 i32 = jnp.int32
 
 
-def launch(plan: Plan, operands: Operands, pools: dict[str, Any], *, interpret: Any) -> jax.Array | None:
-    """Launch the kernel, which updates the refs `pools`; returns the rotated q, if there is a q."""
+def launch(
+    plan: Plan, operands: Operands, pools: dict[str, Any], q_out: jax.Array | None, *, interpret: Any
+) -> jax.Array | None:
+    """Launch the kernel, which updates the refs `pools`.
+
+    If there is a q, returns it rotated: in `q_out`, which keeps the other tokens, or in a new array.
+    """
     p, tokens, rotation = plan.problem, plan.config.block_tokens, plan.problem.rotation
     x = operands
     inputs: dict[str, Any] = {
@@ -36,17 +41,20 @@ def launch(plan: Plan, operands: Operands, pools: dict[str, Any], *, interpret: 
     for name, scale in (("k", x.k_scale), ("v", x.v_scale)):
         if scale is not None:
             inputs[f"{name}_scale"] = scale.reshape(-1)
-    outs = {}
+    outs, refs_out = {}, dict(pools)
     if x.rotation is not None:
         inputs["q"] = x.rotation.q.reshape(-1, p.head_dim)
         inputs["positions"], inputs["frequencies"] = x.rotation.positions, x.rotation.frequencies
-        outs["q_out"] = jax.ShapeDtypeStruct(inputs["q"].shape, p.dtype)
+        if q_out is None:
+            outs["q_out"] = jax.ShapeDtypeStruct(inputs["q"].shape, p.dtype)
+        else:
+            refs_out["q_out"] = jax.new_ref(q_out.reshape(inputs["q"].shape))
 
     def body(*args, **scratch):
-        names = [f"{name}_gmem" for name in (*inputs, *pools, *outs)]
+        names = [f"{name}_gmem" for name in (*inputs, *refs_out, *outs)]
         refs = dict(zip(names, args, strict=True)) | scratch
         # The last tokens first.
-        first_token = (plan.tiles - 1 - lax.axis_index("tile")) * tokens
+        first_token = plan.start + (plan.tiles - 1 - lax.axis_index("tile")) * tokens
         if rotation is not None:
             plgpu.copy_gmem_to_smem(
                 refs["positions_gmem"].at[pl.ds(first_token, tokens)],
@@ -58,7 +66,7 @@ def launch(plan: Plan, operands: Operands, pools: dict[str, Any], *, interpret: 
             rows.load(refs[f"{name}_gmem"], refs[f"{name}_smem"], first_token, p.num_tokens, ready)
             if plan.scale_kind(name) in ("head", "token"):
                 _load_scales(plan, name, first_token, refs)
-        plan.equal_slots.start(refs["slots_gmem"], first_token, refs)
+        plan.equal_slots.fetch_first(refs["slots_gmem"], first_token, refs)
         if rotation is not None:
             _store_cos_sin(plan, refs)
         plan.equal_slots.keep_last(refs["slots_gmem"], first_token, p.num_slots, refs)
@@ -122,8 +130,11 @@ def launch(plan: Plan, operands: Operands, pools: dict[str, Any], *, interpret: 
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="append_kv",
         interpret=interpret,
-    )(*inputs.values(), *pools.values())
-    return results[0].reshape(-1, rotation.num_q_heads, p.head_dim) if rotation is not None else None
+    )(*inputs.values(), *refs_out.values())
+    if rotation is None:
+        return None
+    rotated = results[0] if outs else jax.freeze(refs_out["q_out"])
+    return rotated.reshape(p.num_tokens, rotation.num_q_heads, p.head_dim)
 
 
 def _slot(kv_layout: str, pages_gmem: Any, page: Any, head: Any, offset: Any) -> Any:

@@ -50,10 +50,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Every static quantity of a launch."""
+    """Every static quantity of a launch, which writes the tokens from `start` to `end` of its problem."""
 
     problem: Problem
     config: Config
+    start: int
+    end: int
 
     def __post_init__(self):
         least = min_block_tokens(self.problem)
@@ -63,11 +65,11 @@ class Plan:
     @property
     def tiles(self) -> int:
         """The grid: a block a tile of tokens."""
-        return ceil_div(self.problem.num_tokens, self.config.block_tokens)
+        return ceil_div(self.end - self.start, self.config.block_tokens)
 
     @property
     def equal_slots(self) -> EqualSlots:
-        return EqualSlots(self.problem.num_tokens, self.config.block_tokens)
+        return EqualSlots(self.problem.num_tokens, self.start, self.end, self.config.block_tokens)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -171,7 +173,7 @@ class Plan:
 
 def why_no_plan(problem: Problem) -> str | None:
     """Why the kernel can't run a problem, as far as that hangs on its shapes and dtypes alone."""
-    p, plan = problem, Plan(problem, Config(max(BLOCK_TOKENS)))
+    p, plan = problem, Plan(problem, Config(max(BLOCK_TOKENS)), 0, problem.num_tokens)
     if p.rotation is not None and p.rotation.interleaved:
         return "interleaved rotation unsupported"
     for name in plan.arrays:

@@ -33,17 +33,23 @@ class EqualSlots:
 
     Attributes
     ----------
-    num_tokens, block_tokens : int
-        Tokens of the launch, and of a block: a power of two.
+    num_tokens : int
+        Slots there are.
+    start, end : int
+        Which of them the launch looks at; `start` is a multiple of `block_tokens`.
+    block_tokens : int
+        Tokens of a block: a power of two.
     """
 
     num_tokens: int
+    start: int
+    end: int
     block_tokens: int
 
     @property
     def chunk(self) -> int:
         """Slots that come together."""
-        return min(MAX_CHUNK, round_up(self.num_tokens, COPY_SLOTS))
+        return min(MAX_CHUNK, round_up(self.end - self.start, COPY_SLOTS))
 
     def scratch(self) -> dict[str, Any]:
         return {
@@ -52,19 +58,21 @@ class EqualSlots:
             "kept_smem": plgpu.SMEM((self.block_tokens,), i32),
         }
 
-    def start(self, slots_gmem: Any, first_token: Any, refs: dict[str, Any]) -> None:
+    def fetch_first(self, slots_gmem: Any, first_token: Any, refs: dict[str, Any]) -> None:
         """Begin to fetch the chunk with the block's own slots and the one after it."""
-        chunk = div(first_token, self.chunk)
+        chunk = div(first_token - self.start, self.chunk)
         for stage in range(STAGES):
             self._fetch(slots_gmem, chunk + stage, i32(stage), refs)
 
     def _fetch(self, slots_gmem: Any, chunk: Any, stage: Any, refs: dict[str, Any]) -> None:
-        @pl.when(chunk * self.chunk < self.num_tokens)
+        first = self.start + chunk * self.chunk
+
+        @pl.when(first < self.end)
         def _():
             for i in range(self.chunk // COPY_SLOTS):
-                # Past the end the last slots come again; their place in the chunk says that they don't count.
-                last = (self.num_tokens - 1) // COPY_SLOTS * COPY_SLOTS
-                start = jnp.minimum(chunk * self.chunk + i * COPY_SLOTS, last)
+                # Past the last slots these come again; their place in the chunk says that they don't count.
+                last = self.start + (self.num_tokens - 1 - self.start) // COPY_SLOTS * COPY_SLOTS
+                start = jnp.minimum(first + i * COPY_SLOTS, last)
                 plgpu.copy_gmem_to_smem(
                     slots_gmem.at[pl.ds(start, COPY_SLOTS)],
                     refs["slots_smem"].at[stage, pl.ds(i * COPY_SLOTS, COPY_SLOTS)],
@@ -75,10 +83,10 @@ class EqualSlots:
         """Put the block's slots into "kept_smem", -1 for what is not to be written."""
         own_tokens = self.block_tokens
         slots_smem, shape = refs["slots_smem"], (THREADS, own_tokens)
-        first_chunk = div(first_token, self.chunk)
-        chunks = ceil_div(self.num_tokens, self.chunk)
+        first_chunk = div(first_token - self.start, self.chunk)
+        chunks = ceil_div(self.end - self.start, self.chunk)
         plgpu.barrier_wait(refs["slots_ready"].at[0])
-        own_at = pl.ds(rem(first_token, self.chunk), own_tokens)
+        own_at = pl.ds(rem(first_token - self.start, self.chunk), own_tokens)
         own = plgpu.load(slots_smem.at[0, own_at], layout=PAIRS.reduce(0), optimized=False)
         own_index = first_token + plgpu.broadcasted_iota(i32, (own_tokens,), 0, layout=PAIRS.reduce(0))
 
@@ -87,8 +95,8 @@ class EqualSlots:
                 at = pl.ds(i * THREADS, THREADS)
                 later = plgpu.load(slots_smem.at[stage, at], layout=PAIRS.reduce(1), optimized=False)
                 index = plgpu.broadcasted_iota(i32, (THREADS,), 0, layout=PAIRS.reduce(1))
-                index = index + (chunk * self.chunk + i * THREADS)
-                later = jnp.where(index < self.num_tokens, later, i32(-1))
+                index = index + (self.start + chunk * self.chunk + i * THREADS)
+                later = jnp.where(index < self.end, later, i32(-1))
                 same = along_columns(later, shape) == along_rows(own, shape)
                 if own_chunk:
                     same &= along_columns(index, shape) > along_rows(own_index, shape)
@@ -108,5 +116,5 @@ class EqualSlots:
         plgpu.commit_smem()
         self._fetch(slots_gmem, first_chunk + STAGES, i32(0), refs)
         equal = lax.fori_loop(first_chunk + 1, chunks, compare_later, equal)
-        dropped = (equal.max(axis=0) > 0) | (own >= num_slots) | (own_index >= self.num_tokens)
+        dropped = (equal.max(axis=0) > 0) | (own >= num_slots) | (own_index >= self.end)
         refs["kept_smem"][...] = jnp.where(dropped, i32(-1), own)

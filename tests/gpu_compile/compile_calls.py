@@ -1,11 +1,10 @@
-"""Compiles one group of `decode_calls.CALLS` to machine code for an H200, on a machine without a GPU.
+"""Compiles one group of `calls.CALLS` to machine code for an H200, on a machine without a GPU.
 
-`python compile_decode.py GROUP` prints one JSON line a call: what `explain` promises, and the shared
+`python compile_calls.py GROUP` prints one JSON line a call: what `explain` promises, and the shared
 memory, registers and spilled bytes that the compilers report of each kernel. A process of its own, since a
 target that XLA dislikes aborts it.
 """
 
-import functools
 import importlib.util
 import json
 import os
@@ -21,8 +20,7 @@ dump = tempfile.TemporaryDirectory()
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump.name, "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from decode_calls import CALLS, Call  # noqa: E402
+from calls import CALLS, Call  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 import jax_paged_attn  # noqa: E402
@@ -39,28 +37,6 @@ def h200():
         topology="1x1x1",
     )
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-
-def function_and_arguments(call: Call):
-    """The public function that `call` calls, its arguments as shapes, and its options."""
-    shape = jax.ShapeDtypeStruct
-    page_size = call.page_size or call.max_kv_len
-    pages_per_row = -(-call.max_kv_len // page_size)
-    num_pages = call.batch * pages_per_row
-    q = shape((call.batch, call.num_q_heads, call.head_dim), call.dtype)
-    cache = {
-        "HND": (num_pages, call.num_kv_heads, page_size, call.head_dim),
-        "NHD": (num_pages, page_size, call.num_kv_heads, call.head_dim),
-        "HPND": (call.num_kv_heads, num_pages, page_size, call.head_dim),
-    }[call.kv_layout]
-    k, v = shape(cache, call.dtype), shape((*cache[:-1], call.v_head_dim or call.head_dim), call.dtype)
-    lens = shape((call.batch,), jnp.int32)
-    options = dict(call.options, kv_layout=call.kv_layout)
-    if call.page_size is None:
-        return jax_paged_attn.decode_attention, (q, k, v, lens), options
-    block_tables = shape((call.batch, pages_per_row), jnp.int32)
-    table = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
-    return jax_paged_attn.paged_attention, (q, k, v, table), options
 
 
 def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
@@ -84,18 +60,6 @@ def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict
     return launches, compiled
 
 
-def stacked(function):
-    """The function at three scales, in a loop that writes each result into a larger array."""
-
-    def scanned(*arguments, **options):
-        def step(carry, sm_scale):
-            return carry, function(*arguments, sm_scale=sm_scale, **options)
-
-        return jax.lax.scan(step, None, jnp.array([0.1, 0.2, 0.3]))[1]
-
-    return scanned
-
-
 def torn_aliases(text: str) -> int:
     """How many kernels in the compiled HLO update an operand in place, yet are fused with a result's slice.
 
@@ -105,26 +69,31 @@ def torn_aliases(text: str) -> int:
     return sum("output_to_operand_aliasing" in fusion for fusion in fusions)
 
 
-def compile_call(call: Call, sharding, seen):
-    function, arguments, options = function_and_arguments(call)
-    if call.stacked:
-        function = stacked(function)
-    arrays = {"kv_starts": jax.ShapeDtypeStruct((call.batch,), jnp.int32)} if call.kv_starts else {}
-    record = jax_paged_attn.explain(function, *arguments, target="sm_90", **arrays, **options)
+def pool_copies(text: str, pool: jax.ShapeDtypeStruct | None) -> int:
+    """How many copies of an array like `pool` there are in the compiled HLO."""
+    if pool is None:
+        return 0
+    dims = ",".join(map(str, pool.shape))
+    return len(re.findall(rf"\[{dims}\]\S* (?:copy|copy-start)\(", text))
 
-    arguments, arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (arguments, arrays)
+
+def compile_call(call: Call, sharding, seen):
+    to_compile = call.traceable()
+    record = jax_paged_attn.explain(to_compile.function, *to_compile.arguments, target="sm_90")
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), to_compile.arguments
     )
     # The default implementation, which is what users get; the explicit one would be interpreted on this host.
-    traced = jax.jit(functools.partial(function, **options)).trace(*arguments, **arrays)
-    text = traced.lower().compile().as_text()
+    traced = jax.jit(to_compile.function, donate_argnums=to_compile.donated).trace(*arguments)
+    text = traced.lower().compile().as_text() or ""
     launches, compiled = new_in_dump(seen)
     return {
         "implementation": record.implementation,
         "estimate": record.smem_bytes,
         "smem_bytes": launches,
         "compiled": compiled,
-        "torn_aliases": torn_aliases(text or ""),
+        "torn_aliases": torn_aliases(text),
+        "pool_copies": pool_copies(text, to_compile.pool),
     }
 
 

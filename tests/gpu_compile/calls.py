@@ -1,0 +1,271 @@
+"""The calls that have to compile for an H200: real models' heads, and the ways of calling."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_paged_attn
+from jax_paged_attn.demo import model
+from jax_paged_attn.validation import LAYOUT_AXES
+
+
+def shape(dims: Any, dtype: Any) -> Any:
+    """An array's stand-in, which passes for one."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traceable:
+    """What to compile: a function, its arguments as shapes, those it gives away, and a pool as it has it."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+    pool: jax.ShapeDtypeStruct | None = None
+
+
+def pool_shape(kv_layout: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> list[int]:
+    sizes = {
+        "num_pages": num_pages,
+        "num_kv_heads": num_kv_heads,
+        "page_size": page_size,
+        "head_dim": head_dim,
+    }
+    return [sizes[axis] for axis in LAYOUT_AXES[kv_layout]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call of `paged_attention`, or of `decode_attention` where `page_size` is None."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch: int = 64
+    max_kv_len: int = 4096
+    page_size: int | None = 16
+    kv_layout: str = "HND"
+    dtype: str = "bfloat16"
+    kv_starts: bool = False
+    v_head_dim: int | None = None  # head_dim
+    stacked: bool = False  # called in a scan, whose iterations' results are stacked
+    options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
+
+    def traceable(self) -> Traceable:
+        page_size = self.page_size or self.max_kv_len
+        pages_per_row = -(-self.max_kv_len // page_size)
+        cache = pool_shape(
+            self.kv_layout, self.batch * pages_per_row, self.num_kv_heads, page_size, self.head_dim
+        )
+        q = shape((self.batch, self.num_q_heads, self.head_dim), self.dtype)
+        k, v = shape(cache, self.dtype), shape((*cache[:-1], self.v_head_dim or self.head_dim), self.dtype)
+        lens = shape((self.batch,), jnp.int32)
+        options = dict(self.options, kv_layout=self.kv_layout)
+        function: Any = jax_paged_attn.paged_attention
+        if self.page_size is None:
+            function, where = jax_paged_attn.decode_attention, lens
+        else:
+            block_tables = shape((self.batch, pages_per_row), jnp.int32)
+            where = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
+
+        def call(q, k, v, where, kv_starts, **more):
+            return function(q, k, v, where, kv_starts=kv_starts, **options, **more)
+
+        return Traceable(
+            stacked(call) if self.stacked else call, (q, k, v, where, lens if self.kv_starts else None)
+        )
+
+
+def stacked(function):
+    """The function at three scales, in a loop that writes each result into a larger array."""
+
+    def scanned(*arguments):
+        def step(carry, sm_scale):
+            return carry, function(*arguments, sm_scale=sm_scale)
+
+        return jax.lax.scan(step, None, jnp.array([0.1, 0.2, 0.3]))[1]
+
+    return scanned
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    """One call of `append_paged_kv`, or of `rope_append_paged_kv` with `num_q_heads`; it donates the pools."""
+
+    num_tokens: int = 128
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    kv_layout: str = "HND"
+    dtype: str = "bfloat16"
+    pool_dtype: str | None = None  # dtype
+    v_head_dim: int | None = None  # head_dim
+    scale: str | None = None  # of "tensor", "head" or "token"
+    num_q_heads: int | None = None
+    rotary_dim: int | None = None  # head_dim
+    table: bool = False  # of cosines and sines
+    steps: int | None = None  # of a scan that carries the pools
+
+    def traceable(self) -> Traceable:
+        tokens, heads, dims = (
+            self.num_tokens,
+            self.num_kv_heads,
+            (self.head_dim, self.v_head_dim or self.head_dim),
+        )
+        pools = [
+            shape(pool_shape(self.kv_layout, 4096, heads, self.page_size, dim), self.pool_dtype or self.dtype)
+            for dim in dims
+        ]
+        news = [shape((tokens, heads, dim), self.dtype) for dim in dims]
+        slots = shape((tokens,), jnp.int32)
+        scales = {}
+        if self.scale is not None:
+            scale = {"tensor": (), "head": (heads,), "token": (tokens, heads)}[self.scale]
+            scales = {name: shape(scale, jnp.float32) for name in ("k_scale", "v_scale")}
+            if self.scale == "token":
+                scales |= {f"{name}_pages": shape(pools[0].shape[:-1], jnp.float32) for name in scales}
+        options: dict[str, Any] = {"kv_layout": self.kv_layout}
+        if self.num_q_heads is None:
+
+            def call(pools, news, slots, scales):
+                (k_pages, v_pages), (k_new, v_new) = pools, news
+                return jax_paged_attn.append_paged_kv(
+                    k_pages, v_pages, k_new, v_new, slots, **scales, **options
+                )
+
+        else:
+            q = shape((tokens, self.num_q_heads, self.head_dim), self.dtype)
+            rotary_dim = self.rotary_dim or self.head_dim
+            if self.table:
+                frequencies = {"cos_sin": shape((4096, rotary_dim), jnp.float32)}
+            else:
+                frequencies = {"inv_freq": shape((rotary_dim // 2,), jnp.float32)}
+            news = [q, *news, slots, frequencies]
+
+            def call(pools, news, slots, scales):
+                (k_pages, v_pages), (q, k_new, v_new, positions, frequencies) = pools, news
+                return jax_paged_attn.rope_append_paged_kv(
+                    q, k_new, v_new, positions, k_pages, v_pages, slots, **frequencies, **scales, **options
+                )
+
+        function = call if self.steps is None else functools.partial(carried, call, self.steps)
+        return Traceable(function, (pools, news, slots, scales), (0, 3), pools[0])
+
+
+def carried(append, steps, pools, news, slots, scales):
+    """Append in a scan that carries the pools, at other slots each time."""
+
+    def step(pools, i):
+        return append(pools, news, slots + i, scales), None
+
+    return jax.lax.scan(step, tuple(pools), jnp.arange(steps, dtype=jnp.int32))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoStep:
+    """The demo's decode step of SmolLM2-135M: rotation, append and attention in every layer."""
+
+    batch: int = 4
+
+    def traceable(self) -> Traceable:
+        config = model.LlamaConfig(30, 576, 9, 3, 64, 49152, 8192, 1e-5)
+        hidden, ffn, q, kv = 576, 1536, 9 * 64, 3 * 64
+        rows = {"attn_norm": (), "attn_q": (q,), "attn_k": (kv,), "attn_v": (kv,), "ffn_norm": ()}
+        rows |= {"ffn_gate": (ffn,), "ffn_up": (ffn,)}
+        weights = {name: shape((30, *lead, hidden), "bfloat16") for name, lead in rows.items()}
+        weights["attn_output"] = shape((30, hidden, q), "bfloat16")
+        weights["ffn_down"] = shape((30, hidden, ffn), "bfloat16")
+        embd = shape((49152, hidden), "bfloat16")
+        params = model.Params(
+            embd, model.Layers(**weights), shape((hidden,), "bfloat16"), embd, shape((32,), "float32")
+        )
+        cache = jax.eval_shape(lambda: model.empty_cache(config, 1024, 16, "bfloat16"))
+        ints = shape((self.batch,), jnp.int32)
+        tables, scalar = shape((self.batch, 64), jnp.int32), shape((), jnp.int32)
+        step = functools.partial(
+            model.decode_step, config=config, sampling=model.Sampling(), implementation=None
+        )
+        pool = shape((30 * 1024, 3, 16, 64), "bfloat16")
+        return Traceable(step, (params, cache, ints, tables, ints, scalar), (1,), pool)
+
+
+Call = Attention | Append | DemoStep
+
+MODELS = {
+    "Llama-3 8B": (32, 8, 128),
+    "Llama-3 70B": (64, 8, 128),
+    "Qwen2.5 7B": (28, 4, 128),
+    "Gemma-2 9B": (16, 8, 256),
+    "Phi-3 mini": (32, 32, 96),
+    "Phi-2": (32, 32, 80),
+    "SmolLM2 135M": (9, 3, 64),
+    "Falcon 7B": (71, 1, 64),
+    "StarCoder 15B": (48, 1, 128),
+}
+
+CALLS: dict[str, tuple[Call, ...]] = {
+    model: (
+        Attention(*heads, page_size=16),
+        Attention(*heads, page_size=64, kv_layout="NHD"),
+        Attention(*heads, page_size=64, batch=8, max_kv_len=1024),
+        Attention(*heads, page_size=16, kv_layout="NHD", batch=1, max_kv_len=131072),
+    )
+    for model, heads in MODELS.items()
+}
+
+llama = MODELS["Llama-3 8B"]
+CALLS["page sizes"] = tuple(Attention(*llama, page_size=n) for n in (1, 8, 12, 128, 544, 2048))
+CALLS["options"] = (
+    Attention(*llama, kv_layout="HPND"),
+    Attention(*llama, dtype="float16"),
+    Attention(*llama, kv_starts=True),
+    Attention(*llama, options=(("return_lse", True),)),
+    Attention(*llama, options=(("num_splits", 4),)),
+    Attention(*llama, page_size=None),
+    Attention(*llama, page_size=None, kv_layout="NHD"),
+)
+CALLS["scan"] = (
+    Attention(*llama, stacked=True),
+    Attention(*llama, stacked=True, options=(("return_lse", True),)),
+)
+CALLS["limits"] = (
+    Attention(32, 2, 256, options=(("return_lse", True),)),  # most registers: 16 query heads of 256
+    Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
+    Attention(16, 16, 16, v_head_dim=256),
+    Attention(*llama, batch=512, kv_starts=True),
+    Attention(*llama, batch=2, options=(("num_splits", 32), ("return_lse", True))),
+)
+CALLS["append"] = (
+    Append(),
+    Append(16384),
+    Append(16384, kv_layout="NHD"),
+    Append(40000, kv_layout="HPND"),
+    Append(7, num_kv_heads=3, head_dim=64),
+    Append(num_kv_heads=1, head_dim=24),
+    Append(dtype="float32"),
+    Append(head_dim=192, v_head_dim=128),
+    Append(steps=4),
+)
+CALLS["append, quantized"] = (
+    Append(pool_dtype="float8_e4m3fn", scale="tensor"),
+    Append(pool_dtype="float8_e5m2", scale="head", kv_layout="NHD"),
+    Append(16384, pool_dtype="int8", scale="token"),
+    Append(num_kv_heads=3, head_dim=80, pool_dtype="float8_e4m3fn", scale="token"),
+    Append(dtype="float32", pool_dtype="int8"),
+    Append(num_kv_heads=4, head_dim=256, dtype="float16", pool_dtype="float8_e4m3fn", scale="head"),
+)
+CALLS["append, rotated"] = (
+    *(Append(num_q_heads=q, num_kv_heads=kv, head_dim=d) for q, kv, d in MODELS.values()),
+    Append(16384, num_q_heads=32, pool_dtype="float8_e4m3fn", scale="tensor"),
+    Append(num_q_heads=32, rotary_dim=64, table=True, pool_dtype="int8", scale="head", kv_layout="NHD"),
+    Append(
+        num_q_heads=9, num_kv_heads=3, head_dim=64, dtype="float16", pool_dtype="float8_e5m2", scale="token"
+    ),
+    Append(40000, num_q_heads=8, num_kv_heads=2, head_dim=128, dtype="float32"),
+    Append(num_q_heads=32, table=True),
+)
+CALLS["demo"] = (DemoStep(),)
