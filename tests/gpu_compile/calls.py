@@ -94,7 +94,7 @@ def stacked(function):
 
 @dataclasses.dataclass(frozen=True)
 class Append:
-    """One call of `append_paged_kv`, or of `rope_append_paged_kv` with `num_q_heads`; it donates the pools."""
+    """One call of `append_paged_kv`, or with `num_q_heads` of `rope_append_paged_kv`; pools are donated."""
 
     num_tokens: int = 128
     num_kv_heads: int = 8
