@@ -113,6 +113,7 @@ def decode_attention(
         validate_values=validate_values,
         implementation=implementation,
         config=config,
+        contiguous=True,
         cache_names=("k_cache", "v_cache"),
         lens_name="kv_lens",
     )

@@ -126,6 +126,7 @@ def attend(
     validate_values: bool,
     implementation: str | None,
     config: Any,
+    contiguous: bool = False,
     cache_names: tuple[str, str] = ("k_pages", "v_pages"),
     lens_name: str = "page_table.kv_lens",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -155,6 +156,7 @@ def attend(
         kv_layout=kv_layout,
         return_lse=return_lse,
         num_splits=num_splits,
+        contiguous=contiguous,
         cache_names=cache_names,
     )
     scale = validation.as_sm_scale(sm_scale, problem.head_dim)

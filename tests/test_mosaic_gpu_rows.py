@@ -26,8 +26,13 @@ def clip(x, low, high):
 class RowsByHand:
     def __init__(self, table: Table, tiling: Tiling):
         self.tiling = tiling
-        num_entries = len(table.indices)
-        row_starts, row_pages, kv_lens = (np.asarray(x).tolist() for x in table[1:4])
+        kv_lens = np.asarray(table.kv_lens).tolist()
+        if table.indices is None:  # a row is a page
+            num_entries, row_starts, row_pages = 2**31, range(table.first_row, 2**31), [1] * len(kv_lens)
+            row_starts = row_starts[: len(kv_lens)]
+        else:
+            num_entries = len(table.indices)
+            row_starts, row_pages = (np.asarray(x).tolist() for x in (table.row_starts, table.row_pages))
         kv_starts = [0] * len(kv_lens) if table.kv_starts is None else np.asarray(table.kv_starts).tolist()
         self.rows = []  # (row_start, kv_len, first tile, end tile)
         for at, pages, kv_len, start in zip(row_starts, row_pages, kv_lens, kv_starts, strict=True):
@@ -45,7 +50,7 @@ class RowsByHand:
         return row, self.before[row]
 
 
-def hostile_table(batch, page_size, has_kv_starts):
+def hostile_table(batch, page_size, has_kv_starts, contiguous=False):
     """Random rows, of which some have a start, page count, length or kv_start that makes no sense."""
     rng = np.random.default_rng((batch, page_size))
 
@@ -54,21 +59,20 @@ def hostile_table(batch, page_size, has_kv_starts):
         return jnp.asarray(np.where(rng.random(size) < 0.2, rng.choice(HOSTILE, size), values))
 
     capacity = NUM_ENTRIES * page_size
-    return Table(
-        jnp.zeros(NUM_ENTRIES, i32),
-        draw(0, NUM_ENTRIES),
-        draw(0, NUM_ENTRIES),
-        draw(0, capacity),
-        draw(0, capacity) if has_kv_starts else None,
-    )
+    kv_starts = draw(0, capacity) if has_kv_starts else None
+    if contiguous:
+        return Table(draw(0, page_size + 5), kv_starts, first_row=7)
+    indices = jnp.zeros(NUM_ENTRIES, i32)
+    return Table(draw(0, capacity), kv_starts, indices, draw(0, NUM_ENTRIES), draw(0, NUM_ENTRIES))
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("page_size", [1, 12, 64, 100, 544])
 @pytest.mark.parametrize("has_kv_starts", [False, True])
-def test_batch_rows(page_size, has_kv_starts):
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_batch_rows(page_size, has_kv_starts, contiguous):
     batch, tiling = 29, Tiling.choose(page_size, 64, 128)
-    table = hostile_table(batch, page_size, has_kv_starts)
+    table = hostile_table(batch, page_size, has_kv_starts, contiguous)
     by_hand = RowsByHand(table, tiling)
     b = jnp.arange(batch, dtype=i32)
     tiles = jnp.arange(by_hand.total + 1, dtype=i32)
@@ -91,12 +95,21 @@ def test_batch_rows(page_size, has_kv_starts):
 
 
 @pytest.mark.parametrize(
-    ("batch", "has_kv_starts"),
-    [(33, False), pytest.param(33, True, marks=pytest.mark.newest), (128, True), (129, False), (300, True)],
+    ("batch", "has_kv_starts", "contiguous"),
+    [
+        (33, False, False),
+        pytest.param(33, True, False, marks=pytest.mark.newest),
+        (128, True, False),
+        (129, False, False),
+        (300, True, False),
+        (40, False, True),
+        (200, True, True),
+    ],
 )
-def test_vector_rows(batch, has_kv_starts):
-    tiling, parts, queries = Tiling.choose(12, 64, 128), 2, 8
-    table = hostile_table(batch, 12, has_kv_starts)
+def test_vector_rows(batch, has_kv_starts, contiguous):
+    page_size, parts, queries = 300 if contiguous else 12, 2, 8
+    tiling = Tiling.choose(page_size, 64, 128)
+    table = hostile_table(batch, page_size, has_kv_starts, contiguous)
     by_hand = RowsByHand(table, tiling)
     rng = np.random.default_rng(batch)
     some = rng.integers(0, by_hand.total, parts * queries - 4)
@@ -104,7 +117,9 @@ def test_vector_rows(batch, has_kv_starts):
 
     def body(tiles_gmem, *args):
         table_gmem, (out_gmem, *scratch) = args[: len(fields)], args[len(fields) :]
-        rows = VectorRows(Table(*table_gmem), tiling, batch, *scratch)
+        rows = VectorRows(
+            table._replace(**dict(zip(fields, table_gmem, strict=True))), tiling, batch, *scratch
+        )
         part = lax.axis_index("part")
 
         def answer(i, _):
@@ -116,16 +131,16 @@ def test_vector_rows(batch, has_kv_starts):
 
         lax.fori_loop(0, queries, answer, None)
 
-    fields = [field for field in table if field is not None]
+    fields = table.arrays()
     answers = plgpu.kernel(
         body,
         grid=(parts,),
         grid_names=("part",),
         out_type=jax.ShapeDtypeStruct((parts * queries, 7), i32),
-        scratch_types=VectorRows.scratch(batch, has_kv_starts),
+        scratch_types=VectorRows.scratch(batch, len(fields.keys() - {"indices"})),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if testing.interpreting("mosaic_gpu") else None,
-    )(tiles, *fields)
+    )(tiles, *fields.values())
     for tile, answer in zip(tiles.tolist(), answers.tolist(), strict=True):
         row, before = by_hand.find(tile)
         assert answer == [by_hand.total, before, row, *by_hand.rows[row]]
@@ -136,7 +151,7 @@ def test_a_longer_table_moves_no_tile():
     lens = jnp.array([0, 1, 64, 65, 300], i32)
     ranges = []
     for pages in (19, 400):
-        table = Table(jnp.zeros(5 * pages, i32), pages * jnp.arange(5), jnp.full(5, pages), lens)
+        table = Table(lens, None, jnp.zeros(5 * pages, i32), pages * jnp.arange(5), jnp.full(5, pages))
         row = jax.vmap(BatchRows(table, tiling, 5).row)(jnp.arange(5))
         ranges.append((row.first_tile.tolist(), row.end_tile.tolist()))
     assert ranges[0] == ranges[1] == ([0] * 5, [1, 1, 1, 2, 5])

@@ -31,6 +31,8 @@ class Problem:
         Whether ``kv_starts`` is given; whether the log-sum-exp is wanted.
     num_splits : int or None
         Runs that each row's tiles are cut into; None leaves it to the implementation.
+    contiguous : bool
+        Whether row b is page b, whole: then the page table says nothing but ``kv_lens``.
     """
 
     batch: int
@@ -46,6 +48,7 @@ class Problem:
     has_kv_starts: bool = False
     return_lse: bool = False
     num_splits: int | None = None
+    contiguous: bool = False
 
     @property
     def group_size(self) -> int:
@@ -127,7 +130,11 @@ def fold(
     else:  # all rows share one list of entries
         indices = operands.page_table.indices
     folded = dataclasses.replace(
-        problem, batch=size * problem.batch, num_pages=num_pages, num_entries=indices.shape[0]
+        problem,
+        batch=size * problem.batch,
+        num_pages=num_pages,
+        num_entries=indices.shape[0],
+        contiguous=problem.contiguous and pools_mapped,
     )
     return folded, Operands(
         join(mapped(operands.q, batched.q)),
@@ -152,6 +159,7 @@ def describe(
     kv_layout: str,
     return_lse: bool,
     num_splits: int | None,
+    contiguous: bool,
     cache_names: tuple[str, str] = ("k_pages", "v_pages"),
 ) -> Problem:
     """Check the shapes, dtypes and flags of a batched call and describe it.
@@ -214,6 +222,7 @@ def describe(
         has_kv_starts=kv_starts is not None,
         return_lse=return_lse,
         num_splits=None if num_splits is None else int(num_splits),
+        contiguous=contiguous,
     )
 
 

@@ -77,6 +77,14 @@ def pool_copies(text: str, pool: jax.ShapeDtypeStruct | None) -> int:
     return len(re.findall(rf"\[{dims}\]\S* (?:copy|copy-start)\(", text))
 
 
+def other_kernels(text: str) -> list[str]:
+    """What the compiled HLO launches besides kernels of ours, outside of loops."""
+    entry = text[text.index("ENTRY ") :]
+    called = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(", entry, flags=re.MULTILINE)
+    free = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "custom-call", "while"}
+    return [operation for operation in called if operation not in free]
+
+
 def compile_call(call: Call, sharding, seen):
     to_compile = call.traceable()
     record = jax_paged_attn.explain(to_compile.function, *to_compile.arguments, target="sm_90")
@@ -94,6 +102,7 @@ def compile_call(call: Call, sharding, seen):
         "compiled": compiled,
         "torn_aliases": torn_aliases(text),
         "pool_copies": pool_copies(text, to_compile.pool),
+        "other_kernels": other_kernels(text),
     }
 
 

@@ -28,6 +28,10 @@ def test_compiles_without_spills_and_within_the_estimate(group):
         assert result["smem_bytes"], f"{call}: no kernel of ours was launched"
         assert result["torn_aliases"] == 0, call
         assert result["pool_copies"] == 0, call
+        if not (
+            isinstance(call, DemoStep) or getattr(call, "stacked", False) or getattr(call, "steps", None)
+        ):
+            assert result["other_kernels"] == [], call
         for kernel, report in result["compiled"].items():
             assert report["spilled"] == 0, (call, kernel, report)
         if isinstance(call, DemoStep):  # of several kernels, `explain` tells about the first

@@ -31,12 +31,16 @@ def run(
     for start in range(0, problem.batch, step):
         rows = slice(start, start + step)
         table = Table(
-            page_table.indices,
-            page_table.row_starts[rows],
-            page_table.row_pages[rows],
-            page_table.kv_lens[rows],
-            None if kv_starts is None else kv_starts[rows],
+            kv_lens=page_table.kv_lens[rows],
+            kv_starts=None if kv_starts is None else kv_starts[rows],
+            first_row=start,
         )
+        if not problem.contiguous:
+            table = table._replace(
+                indices=page_table.indices,
+                row_starts=page_table.row_starts[rows],
+                row_pages=page_table.row_pages[rows],
+            )
         plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
         results = launch(plan, q[rows], k_pages, v_pages, table, sm_scale, interpret=params)
         if plan.cuts_rows:

@@ -43,9 +43,8 @@ def launch(
     p, tiling = plan.problem, plan.tiling
     unit = MatrixUnit(p.dtype, interpret is not None)
     block_kv, heads = plan.config.block_kv, plan.tile_heads
-    table_arrays = [table.indices, table.row_starts, table.row_pages, table.kv_lens]
-    table_arrays += [table.kv_starts] if p.has_kv_starts else []
-    operands = [q, k_pages, v_pages, *table_arrays, sm_scale.reshape(1)]
+    table_arrays = table.arrays()
+    operands = [q, k_pages, v_pages, *table_arrays.values(), sm_scale.reshape(1)]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
@@ -56,7 +55,7 @@ def launch(
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
-        table_gmem = Table(*rest[: len(table_arrays)])
+        table_gmem = table._replace(**dict(zip(table_arrays, rest[:-1], strict=True)))
         refs = dict(zip((f"{name}_gmem" for name in out_types), args[len(operands) :], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, first_head, _ = head_tile(plan, head)
@@ -80,10 +79,9 @@ def launch(
             indices_gmem=table_gmem.indices,
             k_gmem=k_gmem,
             v_gmem=v_gmem,
-            **{
-                name: scratch[name]
-                for name in ("entries_smem", "k_smem", "v_smem", "entries_ready", "kv_ready")
-            },
+            entries_smem=scratch.get("entries_smem"),
+            entries_ready=scratch.get("entries_ready"),
+            **{name: scratch[name] for name in ("k_smem", "v_smem", "kv_ready")},
         )
 
         def load_q(b, slot):

@@ -102,15 +102,18 @@ class Cursor(NamedTuple):
 
 
 class Cursors(NamedTuple):
-    """The next tile whose table entries to fetch, and the next one to copy."""
+    """The next tile whose table entries to fetch (None without a table), and the next one to copy."""
 
-    entries: Cursor
+    entries: Cursor | None
     pages: Cursor
 
 
 @dataclasses.dataclass(frozen=True)
 class TileLoader:
-    """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there."""
+    """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there.
+
+    A contiguous cache has no table: `indices_gmem` and what holds its entries are None.
+    """
 
     entries: plgpu.BlockSpec
     k_pages: plgpu.BlockSpec
@@ -128,28 +131,31 @@ class TileLoader:
     kv_ready: Any
 
     @staticmethod
-    def scratch(tiling: Tiling, num_stages: int) -> dict[str, Any]:
+    def scratch(tiling: Tiling, num_stages: int, *, paged: bool) -> dict[str, Any]:
         """Shared memory of the fetched table entries, and the barriers of all copies."""
-        # All are filled at the start; later one when a tile is copied, whose entries lie in another.
-        slots = num_stages + ENTRIES_AHEAD
-        return {
-            "entries_smem": plgpu.SMEM((slots, round_up(_entries_per_copy(tiling), ENTRY_PITCH)), i32),
-            "entries_ready": plgpu.Barrier(num_barriers=slots),
-            "kv_ready": plgpu.Barrier(num_barriers=num_stages, num_arrivals=2 * tiling.pages_per_tile),
-        }
+        arrivals = 2 * tiling.pages_per_tile
+        types: dict[str, Any] = {"kv_ready": plgpu.Barrier(num_barriers=num_stages, num_arrivals=arrivals)}
+        if paged:
+            # All are filled at the start; later one when a tile is copied, whose entries lie in another.
+            slots, columns = num_stages + ENTRIES_AHEAD, round_up(_entries_per_copy(tiling), ENTRY_PITCH)
+            types["entries_smem"] = plgpu.SMEM((slots, columns), i32)
+            types["entries_ready"] = plgpu.Barrier(num_barriers=slots)
+        return types
 
     def start(self, run: Run) -> Cursors:
         """Fetch the entries of the run's first tiles and start copying as many as the ring holds."""
         first = Cursor(i32(0), run.num_tiles, run.row, run.first_tile)
-        slots = self.entries_smem.shape[0]
-        entries = lax.fori_loop(0, slots, lambda _, cursor: self._fetch_entries(cursor), first)
+        entries = None
+        if self.indices_gmem is not None:
+            slots = self.entries_smem.shape[0]
+            entries = lax.fori_loop(0, slots, lambda _, cursor: self._fetch_entries(cursor), first)
         pages = lax.fori_loop(0, self.num_stages, lambda _, cursor: self._copy_pages(cursor), first)
         return Cursors(entries, pages)
 
     def load(self, cursors: Cursors) -> Cursors:
         """Go on by a tile: its slot's last reader must be done with it."""
         pages = self._copy_pages(cursors.pages)
-        return Cursors(self._fetch_entries(cursors.entries), pages)
+        return Cursors(None if cursors.entries is None else self._fetch_entries(cursors.entries), pages)
 
     def _next(self, cursor: Cursor) -> Cursor:
         row_ends = cursor.tile + 1 >= cursor.row.end_tile
@@ -170,13 +176,11 @@ class TileLoader:
         return self._next(cursor)
 
     def _copy_pages(self, cursor: Cursor) -> Cursor:
-        slot, entry_slot = rem(cursor.done, self.num_stages), rem(cursor.done, self.entries_smem.shape[0])
+        slot = rem(cursor.done, self.num_stages)
 
         @pl.when(cursor.left > 0)
         def _():
-            plgpu.barrier_wait(self.entries_ready.at[entry_slot])
-            skip = rem(cursor.row.table_start + self.tiling.first_page(cursor.tile), ENTRY_GROUP)
-            entries = [self.entries_smem[entry_slot, skip + j] for j in range(self.tiling.pages_per_tile)]
+            entries = self._entries(cursor)
             index_map = self.k_pages.index_map  # V's pages lie where K's do
             assert index_map is not None
             blocks = [index_map(cursor.row, cursor.tile, j, entries) for j in range(len(entries))]
@@ -189,3 +193,13 @@ class TileLoader:
                     plgpu.copy_gmem_to_smem(window(spec, gmem, block), target, self.kv_ready.at[slot])
 
         return self._next(cursor)
+
+    def _entries(self, cursor: Cursor) -> list[Any]:
+        """The page ids of a tile's copies, once they are there."""
+        copies = self.tiling.pages_per_tile
+        if self.indices_gmem is None:  # a row is one page, at whose end its keys end
+            return [cursor.row.table_start] * copies
+        slot = rem(cursor.done, self.entries_smem.shape[0])
+        plgpu.barrier_wait(self.entries_ready.at[slot])
+        skip = rem(cursor.row.table_start + self.tiling.first_page(cursor.tile), ENTRY_GROUP)
+        return [self.entries_smem[slot, skip + j] for j in range(copies)]

@@ -18,13 +18,38 @@ CHUNK = 128  # rows that one vector of the schedule holds, one a thread
 
 
 class Table(NamedTuple):
-    """The page table, arrays or refs: `indices` [num_entries], the others [batch]; no `kv_starts` is None."""
+    """The page table, arrays or refs: `indices` [num_entries], the others [batch]; no `kv_starts` is None.
 
-    indices: Any
-    row_starts: Any
-    row_pages: Any
+    Of a contiguous cache `indices`, `row_starts` and `row_pages` are None: row b is page `first_row` + b.
+    """
+
     kv_lens: Any
     kv_starts: Any = None
+    indices: Any = None
+    row_starts: Any = None
+    row_pages: Any = None
+    first_row: int = 0
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that there are, by name."""
+        fields = self._asdict()
+        fields.pop("first_row")
+        return {name: array for name, array in fields.items() if array is not None}
+
+    def clipped(self, b, page_size: int) -> tuple[Any, Any, Any]:
+        """(first table entry or page, kv_len, kv_start or None) of row `b`, of rows where `b` is a vector.
+
+        Clipped to the entries that exist and the tokens that the row's own can hold.
+        """
+        kv_len, kv_start = self.kv_lens, self.kv_starts
+        if self.indices is None:
+            start, capacity = b + self.first_row, page_size
+        else:
+            num_entries = self.indices.shape[0]
+            start = jnp.clip(self.row_starts, 0, num_entries)
+            capacity = jnp.clip(self.row_pages, 0, num_entries - start) * page_size
+        kv_len = jnp.clip(kv_len, 0, capacity)
+        return start, kv_len, None if kv_start is None else jnp.clip(kv_start, 0, kv_len)
 
 
 class Row(NamedTuple):
@@ -36,12 +61,6 @@ class Row(NamedTuple):
     first_tile: Any
     end_tile: Any
     table_start: Any
-
-
-def clip_to_table(row_start, row_pages, kv_len, page_size: int, num_entries: int):
-    """(row_start, kv_len), clipped to the entries that exist and the tokens that the row's own can hold."""
-    row_start = jnp.clip(row_start, 0, num_entries)
-    return row_start, jnp.clip(kv_len, 0, jnp.clip(row_pages, 0, num_entries - row_start) * page_size)
 
 
 def tile_range(tiling: Tiling, kv_len, kv_start):
@@ -58,15 +77,12 @@ class BatchRows:
 
     def __init__(self, table: Table, tiling: Tiling, batch: int):
         self.table, self.tiling, self.batch = table, tiling, batch
-        self.num_entries = table.indices.shape[0]
 
     def row(self, b) -> Row:
         """Row `b`; past the batch, the last row."""
         b = jnp.minimum(b, self.batch - 1)
-        table = self.table
-        fields = (table.row_starts[b], table.row_pages[b], table.kv_lens[b])
-        table_start, kv_len = clip_to_table(*fields, self.tiling.page_size, self.num_entries)
-        kv_start = None if table.kv_starts is None else jnp.clip(table.kv_starts[b], 0, kv_len)
+        rows = {name: ref[b] for name, ref in self.table.arrays().items() if name != "indices"}
+        table_start, kv_len, kv_start = self.table._replace(**rows).clipped(b, self.tiling.page_size)
         return Row(b, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
 
     @functools.cached_property
@@ -96,9 +112,8 @@ class VectorRows(BatchRows):
     """
 
     @staticmethod
-    def scratch(batch: int, has_kv_starts: bool) -> tuple[Any, Any, Any]:
-        """Shared memory for the rows and for their running counts, and the barrier of the rows' copies."""
-        fields = 4 if has_kv_starts else 3
+    def scratch(batch: int, fields: int) -> tuple[Any, Any, Any]:
+        """Shared memory for the rows' fields and their running counts, and the barrier of the copies."""
         chunks = ceil_div(batch, CHUNK)
         return (
             plgpu.SMEM((fields, chunks * CHUNK), jnp.int32),
@@ -107,15 +122,16 @@ class VectorRows(BatchRows):
         )
 
     def __init__(self, table: Table, tiling: Tiling, batch: int, rows_smem, sums_smem, rows_ready):
-        fields = [field for field in table[1:] if field is not None]
+        fields = {name: ref for name, ref in table.arrays().items() if name != "indices"}
         chunks = range(ceil_div(batch, CHUNK))
         # A start that isn't a constant lets the last chunk reach past the array; what lies there reads as 0.
         origin = lax.axis_index("part") * 0
-        for f, field in enumerate(fields):
+        for f, field in enumerate(fields.values()):
             for c in chunks:
                 rows = pl.ds(origin + c * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(field.at[rows], rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], rows_ready)
-        super().__init__(Table(table.indices, *(rows_smem.at[f] for f in range(len(fields)))), tiling, batch)
+        fields = {name: rows_smem.at[f] for f, name in enumerate(fields)}
+        super().__init__(table._replace(**fields), tiling, batch)
         self.sums_smem = sums_smem
         lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LANES)
         for c in chunks:  # what the shifts below read before a chunk's first row
@@ -124,11 +140,12 @@ class VectorRows(BatchRows):
         plgpu.barrier_wait(rows_ready)
         sums = []
         for c in chunks:
-            row_start, row_pages, kv_len, *kv_start = (
-                plgpu.load(rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], layout=LANES) for f in range(len(fields))
-            )
-            _, kv_len = clip_to_table(row_start, row_pages, kv_len, tiling.page_size, self.num_entries)
-            first, end = tile_range(tiling, kv_len, *(kv_start or [None]))
+            rows = {
+                name: plgpu.load(field.at[pl.ds(c * CHUNK, CHUNK)], layout=LANES)
+                for name, field in fields.items()
+            }
+            _, kv_len, kv_start = table._replace(**rows).clipped(lane, tiling.page_size)
+            first, end = tile_range(tiling, kv_len, kv_start)
             sums.append(jnp.where(lane + c * CHUNK < batch, end - first, 0))
         # Prefix sums of each chunk by shifts of 1, 2, 4, ...; two buffers in turn need one barrier a shift.
         shifts = [1 << k for k in range((CHUNK - 1).bit_length())]

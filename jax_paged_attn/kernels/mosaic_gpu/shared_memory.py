@@ -48,10 +48,11 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         "out_smem": shared_tile((heads, plan.v_columns), p.dtype, p.v_head_dim),
         "stats_smem": plgpu.SMEM((2, heads), f32),
         "q_ready": plgpu.Barrier(),
-    } | TileLoader.scratch(plan.tiling, plan.config.num_stages)
+    } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
     if plan.vector_rows:
         names = ("rows_smem", "sums_smem", "rows_ready")
-        types |= zip(names, VectorRows.scratch(p.batch, p.has_kv_starts), strict=True)
+        fields = (1 if p.contiguous else 3) + p.has_kv_starts
+        types |= zip(names, VectorRows.scratch(p.batch, fields), strict=True)
     return types
 
 
