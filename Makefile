@@ -48,6 +48,7 @@ test-newest:
 lint:
 	@.ci/venv $(venv) $(JAX) dev
 	@$(venv)/bin/ruff check $(ARGS)
+	@$(venv)/bin/ruff format --check --quiet
 
 types:
 	@.ci/venv $(venv) $(JAX) dev

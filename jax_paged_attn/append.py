@@ -1,5 +1,6 @@
 """Writing new tokens into a cache, paged or contiguous, in place where the caller donates it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -32,10 +33,12 @@ def append_paged_kv(
 
     In place, without a copy of the pool, where the caller's ``jax.jit`` donates `k_pages` and `v_pages`
     (``donate_argnums``) or carries them through a ``jax.lax.scan``; otherwise the caller's arrays stay as
-    they are. All other slots keep their bits. Of tokens with equal slots the last one is kept.
+    they are. (On the CPU, XLA copies pools of float8.) All other slots keep their bits. Of tokens with equal
+    slots the last one is kept.
 
     Under `jax.vmap` each element has a pool of its own, also where all are given the same one, as JAX's
-    semantics want it: to write the tokens of many rows into one pool, pass them all to one call.
+    semantics want it: to write the tokens of many rows into one pool, pass them all to one call. Mapped pools
+    of the layout HPND are written one after another, with copies.
 
     Parameters
     ----------
@@ -83,7 +86,7 @@ def append_paged_kv(
     --------
     >>> import jax.numpy as jnp
     >>> from jax_paged_attn import append_paged_kv
-    >>> k_pages = v_pages = jnp.zeros((3, 2, 16, 64))  # 3 pages, 2 kv heads, 16 tokens a page
+    >>> k_pages, v_pages = jnp.zeros((2, 3, 2, 16, 64))  # 3 pages, 2 kv heads, 16 tokens a page
     >>> k_new = v_new = jnp.ones((2, 2, 64))
     >>> k_pages, v_pages = append_paged_kv(k_pages, v_pages, k_new, v_new, [37, -1])
     >>> k_pages[2, 0, 4:7, 0].tolist()  # slot 37 is slot 5 of page 2
@@ -150,7 +153,7 @@ def rope_append_paged_kv(
     --------
     >>> import jax.numpy as jnp
     >>> from jax_paged_attn import rope_append_paged_kv, rope_frequencies
-    >>> k_pages = v_pages = jnp.zeros((3, 2, 16, 64))
+    >>> k_pages, v_pages = jnp.zeros((2, 3, 2, 16, 64))
     >>> q, k_new, v_new = jnp.ones((1, 8, 64)), jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64))
     >>> q, k_pages, v_pages = rope_append_paged_kv(
     ...     q, k_new, v_new, [5], k_pages, v_pages, [37], inv_freq=rope_frequencies(64)
@@ -224,75 +227,95 @@ def append_kv(
     --------
     >>> import jax.numpy as jnp
     >>> from jax_paged_attn import append_kv
-    >>> k_cache = v_cache = jnp.zeros((2, 2, 32, 64))
+    >>> k_cache, v_cache = jnp.zeros((2, 2, 2, 32, 64))
     >>> k_new = v_new = jnp.ones((2, 1, 2, 64))  # one token a row
     >>> k_cache, v_cache = append_kv(k_cache, v_cache, k_new, v_new, [3, 32])
     >>> k_cache[:, 0, 3, 0].tolist(), int(k_cache[1].sum())  # the second row is full
     ([1.0, 0.0], 0)
     """
-    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k_new": k_new, "v_new": v_new}
-    arrays = {name: validation.as_array(name, array) for name, array in arrays.items()}
+    k_cache, v_cache = validation.as_array("k_cache", k_cache), validation.as_array("v_cache", v_cache)
+    k_new, v_new = validation.as_array("k_new", k_new), validation.as_array("v_new", v_new)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    scales |= {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
-    scales = {name: None if x is None else validation.as_array(name, x) for name, x in scales.items()}
-    validation.check_layout(kv_layout, ("HND", "NHD"))
-    batched = arrays["k_new"].ndim == 4
-    expected = "shape [batch, num_new, num_kv_heads, head_dim] or [num_new, num_kv_heads, head_dim]"
-    got = f"shape {arrays['k_new'].shape}"
-    validation.check(arrays["k_new"].ndim in (3, 4), "k_new", expected, got)
-    for name, array in arrays.items():
-        validation.check(
-            array.ndim == 3 + batched, name, f"{3 + batched} axes, as k_new", f"shape {array.shape}"
-        )
-    if not batched:
-        arrays = {name: array[None] for name, array in arrays.items()}
-        scales |= {
-            name: None if x is None else x[None] for name, x in scales.items() if name.endswith("cache")
-        }
-        scales |= {name: x[None] for name, x in scales.items() if x is not None and x.ndim == 2}
-    k_cache, v_cache, k_new, v_new = arrays.values()
-    batch, num_new = k_new.shape[:2]
-    validation.check(
-        k_cache.shape[0] == batch, "k_cache", f"the batch of k_new, {batch}", f"batch {k_cache.shape[0]}"
+    scale_caches = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+    scales, scale_caches = (
+        {name: None if x is None else validation.as_array(name, x) for name, x in given.items()}
+        for given in (scales, scale_caches)
     )
-    validation.check_shape("v_new", v_new, (*k_new.shape[:-1], v_cache.shape[-1]))
-    for name in ("k_scale", "v_scale"):
-        scale = scales[name]
-        if scale is not None and scale.ndim == 3:
-            validation.check_shape(name, scale, k_new.shape[:-1])
-            scales[name] = scale.reshape(-1, scale.shape[-1])
-    max_kv_len = k_cache.shape[{"HND": 2, "NHD": 1}[kv_layout]]
     kv_lens = validation.as_int32("kv_lens", kv_lens)
-    rows = (batch,) if batched else ()
-    validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
+    validation.check_layout(kv_layout, ("HND", "NHD"))
     validation.check_bool("validate_values", validate_values)
+    # Checked as they were given; then everything has a batch axis and tokens one axis.
+    axes = "[batch, num_new, num_kv_heads, head_dim] or [num_new, num_kv_heads, head_dim]"
+    validation.check(k_new.ndim in (3, 4), "k_new", f"shape {axes}", f"shape {k_new.shape}")
+    rows, num_new = k_new.shape[:-3], k_new.shape[-3]
+    axes = "num_kv_heads, max_kv_len" if kv_layout == "HND" else "max_kv_len, num_kv_heads"
+    expected = f"shape [{'batch, ' * len(rows)}{axes}, head_dim]"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        validation.check(cache.ndim == k_new.ndim, name, expected, f"shape {cache.shape}")
+    expected = f"the batch of k_new, {rows}"
+    validation.check(k_cache.shape[:-3] == rows, "k_cache", expected, f"{k_cache.shape[:-3]}")
+    heads_axis, tokens_axis = (-3, -2) if kv_layout == "HND" else (-2, -3)
+    num_kv_heads, max_kv_len = k_cache.shape[heads_axis], k_cache.shape[tokens_axis]
+    validation.check_shape("k_new", k_new, (*rows, num_new, num_kv_heads, k_cache.shape[-1]))
+    validation.check_shape("v_new", v_new, (*rows, num_new, num_kv_heads, v_cache.shape[-1]))
+    for name, scale in scales.items():
+        shapes = ((), (num_kv_heads,), k_new.shape[:-1])
+        ok, expected = scale is None or scale.shape in shapes, " or ".join(map(str, shapes))
+        validation.check(
+            ok, name, f"shape {expected}", f"shape {jnp.shape(scale)}" if scale is not None else ""
+        )
+    for name, cache in scale_caches.items():
+        if cache is not None:
+            validation.check_shape(name, cache, k_cache.shape[:-1])
+    validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
     if validate_values:
         _, (lens,) = validation.value_module(kv_lens)
         fits = (lens >= 0) & (lens <= max_kv_len - num_new)
-        expected = (
-            f"values in [0, {max_kv_len - num_new}], as {num_new} tokens come to max_kv_len={max_kv_len}"
-        )
-        validation.check_values(fits.reshape(-1), "kv_lens", expected, lens.reshape(-1))
+        room = f"values in [0, {max_kv_len - num_new}]"
+        expected = f"{room}, as {num_new} tokens come to max_kv_len={max_kv_len}"
+        validation.check_values(fits.reshape((-1,)), "kv_lens", expected, lens.reshape((-1,)))
+
+    def add_row(x):
+        return x if rows or x is None else x[None]
+
+    def flatten(x):
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def flatten_scale(scale):
+        return scale if scale is None or scale.ndim < 2 else flatten(add_row(scale))
+
+    k_cache, v_cache, k_new, v_new = (add_row(x) for x in (k_cache, v_cache, k_new, v_new))
+    batch = k_new.shape[0]
+    num_slots = batch * max_kv_len
+    fits = jax.export.is_symbolic_dim(num_slots) or num_slots < 2**31
+    validation.check(fits, "k_cache", "fewer than 2**31 tokens in all rows", f"shape {k_cache.shape}")
     # Row b is page b: a contiguous cache is a paged one whose page is the whole row.
+    operands = append.Operands(
+        k_cache,
+        v_cache,
+        flatten(k_new),
+        flatten(v_new),
+        _slots_behind(kv_lens, batch, num_new, max_kv_len),
+        k_scale=flatten_scale(scales["k_scale"]),
+        v_scale=flatten_scale(scales["v_scale"]),
+        k_scale_pages=add_row(scale_caches["k_scale_cache"]),
+        v_scale_pages=add_row(scale_caches["v_scale_cache"]),
+    )
+    problem = append.describe(operands, kv_layout=kv_layout, names=_CONTIGUOUS_NAMES)
+    results = _run(problem, operands, validate_values, implementation, config)
+    return results if rows else tuple(result[0] for result in results)
+
+
+# Jitted, so that an eager call is one program.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _slots_behind(kv_lens: jax.Array, batch: int, num_new: int, max_kv_len: int) -> jax.Array:
+    """Slots of the tokens that follow each row's own, [batch * num_new]; -1 past its end."""
     kv_lens = jnp.broadcast_to(kv_lens, (batch,))[:, None]
     room = max_kv_len - kv_lens  # compared with the token's index: a sum could overflow
     token = jnp.arange(num_new, dtype=jnp.int32)[None]
     row_start = max_kv_len * jnp.arange(batch, dtype=jnp.int32)[:, None]
     slots = jnp.where((kv_lens >= 0) & (token < room), row_start + kv_lens + token, -1)
-    operands = append.Operands(
-        k_cache,
-        v_cache,
-        k_new.reshape(-1, *k_new.shape[2:]),
-        v_new.reshape(-1, *v_new.shape[2:]),
-        slots.reshape(-1),
-        k_scale=scales["k_scale"],
-        v_scale=scales["v_scale"],
-        k_scale_pages=scales["k_scale_cache"],
-        v_scale_pages=scales["v_scale_cache"],
-    )
-    problem = append.describe(operands, kv_layout=kv_layout, names=_CONTIGUOUS_NAMES)
-    results = _run(problem, operands, validate_values, implementation, config)
-    return results if batched else tuple(result[0] for result in results)
+    return slots.reshape(batch * num_new)
 
 
 def slot_mapping(
@@ -347,24 +370,29 @@ def slot_mapping(
     validation.check_positive_int("page_size", page_size, 2**31 - 1)
     page_size = int(page_size)  # a numpy integer would widen what it multiplies
     validation.check_bool("validate_values", validate_values)
+    slots = _look_up(page_table, batch_indices, positions, page_size)
+    if validate_values:
+        _, (found, at) = validation.value_module(slots, positions)
+        expected = "rows of the page table, positions in [0, kv_lens), and page ids of at least 0"
+        validation.check_values(found >= 0, "batch_indices, positions", expected, at)
+    return slots
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _look_up(
+    page_table: PageTable, batch_indices: jax.Array, positions: jax.Array, page_size: int
+) -> jax.Array:
     batch, num_entries = page_table.kv_lens.shape[0], page_table.indices.shape[0]
     if batch == 0 or num_entries == 0:
-        found = jnp.zeros_like(positions, bool)
-        slots = jnp.full_like(positions, -1)
-    else:
-        row_starts, kv_lens = page_table.clipped(page_size)
-        row = jnp.clip(batch_indices, 0, batch - 1)
-        found = (row == batch_indices) & (positions >= 0) & (positions < kv_lens[row])
-        entry = jnp.where(found, row_starts[row] + positions // page_size, 0)
-        page = page_table.indices[jnp.clip(entry, 0, num_entries - 1)]
-        # A slot past int32 is past any pool.
-        found &= (page >= 0) & (page < (2**31 - 1) // page_size)
-        slots = jnp.where(found, page * page_size + positions % page_size, -1)
-    if validate_values:
-        _, (ok, at) = validation.value_module(found, positions)
-        expected = "rows of the page table, positions in [0, kv_lens), and page ids of at least 0"
-        validation.check_values(ok, "batch_indices, positions", expected, at)
-    return slots
+        return jnp.full_like(positions, -1)
+    row_starts, kv_lens = page_table.clipped(page_size)
+    row = jnp.clip(batch_indices, 0, batch - 1)
+    found = (row == batch_indices) & (positions >= 0) & (positions < kv_lens[row])
+    entry = jnp.where(found, row_starts[row] + positions // page_size, 0)
+    page = page_table.indices[jnp.clip(entry, 0, num_entries - 1)]
+    # A slot past int32 is past any pool.
+    found &= (page >= 0) & (page < (2**31 - 1) // page_size)
+    return jnp.where(found, page * page_size + positions % page_size, -1)
 
 
 _PAGED_NAMES = {

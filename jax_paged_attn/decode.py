@@ -19,6 +19,8 @@ def decode_attention(
     *,
     sm_scale: ArrayLike | None = None,
     kv_starts: Ints | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -92,6 +94,9 @@ def decode_attention(
     validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
     if q.ndim == 2:
         k_cache, v_cache = k_cache[None], v_cache[None]
+        k_scale, v_scale = (
+            x if x is None or jnp.ndim(x) != 2 else jnp.asarray(x)[None] for x in (k_scale, v_scale)
+        )
     # Row b is page b: a contiguous cache is a paged one whose page is the whole row.
     pages = jnp.arange(k_cache.shape[0], dtype=jnp.int32)
     page_table = PageTable(
@@ -107,6 +112,8 @@ def decode_attention(
         page_table,
         sm_scale=sm_scale,
         kv_starts=kv_starts,
+        k_scale=k_scale,
+        v_scale=v_scale,
         kv_layout=kv_layout,
         return_lse=return_lse,
         num_splits=num_splits,

@@ -133,12 +133,16 @@ class Implementation:
         Where it runs; None is everywhere.
     interpreted_on : tuple[str, ...]
         Where an explicit choice interprets it.
+    takes_varying : bool
+        Whether it takes arrays that `jax.shard_map` tracks as varying over its axes. Pallas kernels that
+        update arrays in place take none.
     """
 
     name: str
     package: str
     platforms: tuple[str, ...] | None = None
     interpreted_on: tuple[str, ...] = ()
+    takes_varying: bool = True
 
     def module(self, operation: Operation) -> str:
         """Name the module that serves an operation."""
@@ -161,7 +165,9 @@ class Implementation:
 
 # In order of preference.
 IMPLEMENTATIONS = (
-    Implementation("mosaic_gpu", "jax_paged_attn.kernels.mosaic_gpu", ("cuda",), interpreted_on=("cpu",)),
+    Implementation(
+        "mosaic_gpu", "jax_paged_attn.kernels.mosaic_gpu", ("cuda",), ("cpu",), takes_varying=False
+    ),
     Implementation("xla", "jax_paged_attn.kernels.xla"),
 )
 
@@ -289,10 +295,16 @@ def run(operation: Operation, problem: Any, operands: Any, *, implementation: st
                 "arrays sharded over explicit mesh axes: call the function inside jax.shard_map, or through "
                 f"jax.sharding.auto_axes; got {jax.typeof(leaf)}"
             )
-    # Chosen here as well, so that what can't run is said before anything is traced.
-    call = _Call(operation, problem, implementation, config)
-    call.choices()
+    call = _Call(operation, problem, implementation, config, bool(varying_axes(operands)))
+    if _recording.value is None:
+        call.choices()  # here as well, so that what can't run is said before anything is traced
     return _run(call, operands)
+
+
+def varying_axes(operands: Any) -> tuple[str, ...]:
+    """List the axes of `jax.shard_map` that some operand is known to vary over."""
+    types = (jax.typeof(leaf) for leaf in jax.tree.leaves(operands))
+    return tuple(sorted(frozenset().union(*(t.manual_axis_type.varying for t in types))))
 
 
 # Jitted, so that an eager call compiles once a shape.
@@ -327,6 +339,7 @@ class _Call:
     problem: Any
     implementation: str | None
     config: Any
+    varying: bool
 
     def __call__(self, operands: Any) -> Any:
         """Compute it by what is chosen for each platform; under vmap, as a call of the larger problem."""
@@ -419,7 +432,7 @@ class _Call:
                 passed_over.append((candidate.name, f"implementation={implementation!r} was asked for"))
             elif chosen is not None:
                 passed_over.append((candidate.name, f"{chosen.name} comes first"))
-            elif (reason := candidate.why_not(self.operation, problem, target)) is None:
+            elif (reason := self._why_not(candidate, problem, target)) is None:
                 chosen = candidate
             elif implementation is not None:
                 raise NotImplementedError(f"implementation={implementation!r} can't run this call: {reason}")
@@ -438,6 +451,11 @@ class _Call:
             got = f"{config}, {smem_bytes} bytes"
             validation.check(smem_bytes <= target.smem_bytes, "config", expected, got)
         return _Choice(chosen, config), tuple(passed_over)
+
+    def _why_not(self, candidate: Implementation, problem: Any, target: Target) -> str | None:
+        if self.varying and not candidate.takes_varying:
+            return "arrays that vary over axes of jax.shard_map: call that with check_vma=False"
+        return candidate.why_not(self.operation, problem, target)
 
 
 @dataclasses.dataclass(frozen=True)

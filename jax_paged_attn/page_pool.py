@@ -359,8 +359,8 @@ class PagePool:
             ids = validation.as_integers("tokens", tokens)
             validation.check(ids.shape == (total,), "tokens", f"shape ({total},)", f"shape {ids.shape}")
             ids = _checked_ids(ids[np.repeat(live, counts)])
+        slots = np.full(int(counts.sum()), -1, np.int32)  # before anything changes: it may not fit
         appended = self._extend(rows[live], counts[live], ids)
-        slots = np.full(int(counts.sum()), -1, np.int32)
         slots[np.repeat(live, counts)] = appended.slots
         copies = np.full((len(rows), 2), -1, np.int32)
         copies[live] = appended.copies
@@ -466,7 +466,7 @@ class PagePool:
         if width is None:
             return self._table[rows]
         longest = int(self._pages_for(self._lens[rows].max(initial=0)))
-        validation.check_int("width", width, longest)
+        validation.check_int("width", width, longest, 2**31 - 1)
         kept = self._table[rows, :width]
         return np.pad(kept, ((0, 0), (0, int(width) - kept.shape[1])), constant_values=-1)
 
@@ -498,7 +498,7 @@ class PagePool:
         np.cumsum(counts, out=indptr[1:])
         indices = self._table[np.repeat(rows, counts), _ranges(np.zeros_like(counts), counts)]
         if num_entries is not None:
-            validation.check_int("num_entries", num_entries, len(indices))
+            validation.check_int("num_entries", num_entries, len(indices), 2**31 - 1)
             indices = np.pad(indices, (0, int(num_entries) - len(indices)), constant_values=-1)
         last_page_len = self._lens[rows] - np.maximum(counts - 1, 0) * self.page_size
         return indptr, indices, last_page_len.astype(np.int32)
@@ -509,7 +509,7 @@ class PagePool:
 
     def _row(self, seq_id: Any) -> int:
         """The row of a live sequence."""
-        is_int = isinstance(seq_id, int | np.integer) and not isinstance(seq_id, bool)
+        is_int = isinstance(seq_id, int | np.integer) and not isinstance(seq_id, bool | np.timedelta64)
         row = self._rows.get(int(seq_id), 0) if is_int else 0
         validation.check(row != 0, "seq_id", "the id of a live sequence", repr(seq_id))
         return row

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -20,6 +21,8 @@ def paged_attention(
     *,
     sm_scale: ArrayLike | None = None,
     kv_starts: Ints | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -37,8 +40,9 @@ def paged_attention(
     ----------
     q : float[batch, num_q_heads, head_dim] or float[num_q_heads, head_dim]
         bfloat16, float16 or float32. Without the batch axis, `page_table` must be unbatched too.
-    k_pages, v_pages : float, of q's dtype
-        The pool; v may have its own head_dim. By `kv_layout`:
+    k_pages, v_pages : float or int8
+        The pool, of q's dtype, or quantized as float8_e4m3fn, float8_e5m2 or int8; v may have its own
+        head_dim and dtype. By `kv_layout`:
         "HND" [num_pages, num_kv_heads, page_size, head_dim],
         "NHD" [num_pages, page_size, num_kv_heads, head_dim],
         "HPND" [num_kv_heads, num_pages, page_size, head_dim].
@@ -48,6 +52,10 @@ def paged_attention(
         Scale of the scores, may be traced. None is ``head_dim**-0.5``; 0 and negative values are valid.
     kv_starts : int[batch], optional
         Keys before it are masked (left padding). A scalar in the unbatched form.
+    k_scale, v_scale : float, optional
+        Of a quantized pool: a stored value counts as itself times the scale. A scalar, one a head
+        [num_kv_heads], or one a token, in the pool's shape without head_dim. None is 1. Applied to scores and
+        weights in float32; no copy of the pool is made.
     kv_layout : str
         Order of the pool's axes; every order is read in place.
     return_lse : bool
@@ -103,6 +111,8 @@ def paged_attention(
         page_table,
         sm_scale=sm_scale,
         kv_starts=kv_starts,
+        k_scale=k_scale,
+        v_scale=v_scale,
         kv_layout=kv_layout,
         return_lse=return_lse,
         num_splits=num_splits,
@@ -120,6 +130,8 @@ def attend(
     *,
     sm_scale: ArrayLike | None,
     kv_starts: Ints | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
     kv_layout: str,
     return_lse: bool,
     num_splits: int | None,
@@ -134,6 +146,8 @@ def attend(
     validation.check_bool("validate_values", validate_values)
     if kv_starts is not None:
         kv_starts = validation.as_int32("kv_starts", kv_starts)
+    k_scale = None if k_scale is None else validation.as_array("k_scale", k_scale)
+    v_scale = None if v_scale is None else validation.as_array("v_scale", v_scale)
     unbatched = q.ndim == 2
     if unbatched:
         validation.check(
@@ -153,6 +167,8 @@ def attend(
         v_pages,
         page_table,
         kv_starts,
+        k_scale,
+        v_scale,
         kv_layout=kv_layout,
         return_lse=return_lse,
         num_splits=num_splits,
@@ -164,7 +180,11 @@ def attend(
         attention.check_table(problem, page_table, kv_starts, lens_name)
     # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
     scale = scale if isinstance(scale, jax.Array) else jax.device_put(np.float32(scale))
-    operands = attention.Operands(q, k_pages, v_pages, page_table, kv_starts, scale)
+    k_scale, v_scale = (
+        None if x is None else jnp.broadcast_to(x, x.shape or (problem.num_kv_heads,)).astype(jnp.float32)
+        for x in (k_scale, v_scale)
+    )
+    operands = attention.Operands(q, k_pages, v_pages, page_table, kv_starts, scale, k_scale, v_scale)
     out, lse = dispatch.run(
         attention.ATTENTION, problem, operands, implementation=implementation, config=config
     )

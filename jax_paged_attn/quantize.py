@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-
 
 def quantize(x: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round ``x * (1 / scale)`` to `dtype`, to nearest even; too large values saturate, infinite ones too.

@@ -23,13 +23,16 @@ def paged_attention(
     *,
     sm_scale: ArrayLike | None = None,
     kv_starts: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.paged_attention`; differentiable in q, k_pages, v_pages and sm_scale."""
+    """Float32 `jax_paged_attn.paged_attention`; differentiable in q, the scales and unquantized pages."""
     # To [num_pages, page_size, num_kv_heads, head_dim].
     order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
     k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
+    k_scale, v_scale = (_scales(x, k_pages.shape[:-1], order[:-1]) for x in (k_scale, v_scale))
     q, (num_pages, page_size, _, head_dim) = jnp.asarray(q), k_pages.shape
     validation.check(q.shape[-1:] == (head_dim,), "q", f"head_dim {head_dim}, as k", f"shape {q.shape}")
     sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
@@ -42,7 +45,9 @@ def paged_attention(
         entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
         pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
         valid = (positions >= kv_start) & (positions < kv_len)
-        return _attend_row(q, k_pages[pages, slots], v_pages[pages, slots], valid, sm_scale)
+        k, v = (x[pages, slots].astype(jnp.float32) for x in (k_pages, v_pages))
+        k, v = k * k_scale[pages, slots, :, None], v * v_scale[pages, slots, :, None]
+        return _attend_row(q, k, v, valid, sm_scale)
 
     if num_pages == 0 or positions.size == 0:
         out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
@@ -50,6 +55,12 @@ def paged_attention(
         rows = (q, row_starts, kv_lens, kv_starts)
         out = attend(rows) if q.ndim == 2 else jax.lax.map(attend, rows)
     return out if return_lse else out[0]
+
+
+def _scales(scale: ArrayLike | None, shape: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
+    """Scales of every token and head, [num_pages, page_size, num_kv_heads]."""
+    scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
+    return scale.transpose(order) if scale.ndim == 3 else jnp.broadcast_to(scale, shape)
 
 
 def _attend_row(
@@ -79,18 +90,23 @@ def decode_attention(
     *,
     sm_scale: ArrayLike | None = None,
     kv_starts: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.decode_attention`; differentiable in q, k_cache, v_cache and sm_scale."""
+    """Float32 `jax_paged_attn.decode_attention`; differentiable as its `paged_attention`."""
     q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
     rows = q.shape[:-2]
     if not rows:
         k_cache, v_cache = k_cache[None], v_cache[None]
+        scales = (None if x is None else jnp.asarray(x) for x in (k_scale, v_scale))
+        k_scale, v_scale = (x if x is None or x.ndim != 2 else x[None] for x in scales)
     pages = jnp.arange(k_cache.shape[0], dtype=jnp.int32)
     kv_lens = jnp.broadcast_to(jnp.asarray(kv_lens, jnp.int32), rows)
     page_table = PageTable(pages, pages.reshape(rows), jnp.ones(rows, jnp.int32), kv_lens)
-    options = {"sm_scale": sm_scale, "kv_starts": kv_starts, "kv_layout": kv_layout, "return_lse": return_lse}
+    options: dict[str, Any] = {"sm_scale": sm_scale, "kv_starts": kv_starts, "kv_layout": kv_layout}
+    options |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
     return paged_attention(q, k_cache, v_cache, page_table, **options)
 
 
@@ -138,15 +154,16 @@ def append_paged_kv(
             news.append(jnp.asarray(scale, jnp.float32))
     axes = validation.LAYOUT_AXES[kv_layout]
     num_pages, page_size = (pools[0].shape[axes.index(axis)] for axis in ("num_pages", "page_size"))
+    num_slots = min(num_pages * page_size, 2**31 - 1)
 
     def write(i, pools):
-        page, offset = jnp.divmod(jnp.clip(slots[i], 0, num_pages * page_size - 1), page_size)
-        valid = (slots[i] >= 0) & (slots[i] < num_pages * page_size)
+        page, offset = jnp.divmod(jnp.clip(slots[i], 0, num_slots - 1), page_size)
+        valid = (slots[i] >= 0) & (slots[i] < num_slots)
         place = {"num_pages": page, "page_size": offset}
         at = tuple(place.get(axis, slice(None)) for axis in axes[:3])
         return [p.at[at].set(jnp.where(valid, new[i], p[at])) for p, new in zip(pools, news, strict=True)]
 
-    if num_pages * page_size == 0:
+    if num_slots == 0:
         return tuple(pools)
     return tuple(jax.lax.fori_loop(0, slots.shape[0], write, pools))
 

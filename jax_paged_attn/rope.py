@@ -1,7 +1,9 @@
 """Rotary position embedding: its frequencies, and its application to queries and keys."""
 
 import dataclasses
+import functools
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -34,7 +36,7 @@ class Llama3Scaling:
     original_max_position: int = 8192
 
     def __post_init__(self):
-        _check_positive(self, "factor", "low_freq_factor", "original_max_position")
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position")
         validation.check(
             self.high_freq_factor > self.low_freq_factor,
             "high_freq_factor",
@@ -74,6 +76,9 @@ class YarnScaling:
 
     def __post_init__(self):
         _check_positive(self, "factor", "original_max_position", "beta_fast", "beta_slow")
+        expected = f"at least beta_slow={self.beta_slow}"
+        validation.check(self.beta_fast >= self.beta_slow, "beta_fast", expected, repr(self.beta_fast))
+        validation.check_bool("truncate", self.truncate)
 
     @property
     def attention_factor(self) -> float:
@@ -130,14 +135,13 @@ def rope_frequencies(
     """
     validation.check_positive_int("rotary_dim", rotary_dim)
     validation.check(rotary_dim % 2 == 0, "rotary_dim", "an even int", repr(rotary_dim))
-    ok = isinstance(base, int | float) and not isinstance(base, bool) and 1 < base < math.inf
-    validation.check(ok, "base", "a number above 1", repr(base))
+    validation.check(_is_number(base) and base > 1, "base", "a number above 1", repr(base))
     ok = scaling is None or isinstance(scaling, Llama3Scaling | YarnScaling)
     validation.check(ok, "scaling", "Llama3Scaling, YarnScaling or None", repr(scaling))
     inv_freq = float(base) ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
     if scaling is not None:
         inv_freq = scaling.apply(inv_freq, float(base))
-    return jnp.asarray(inv_freq.astype(np.float32))
+    return jax.device_put(inv_freq.astype(np.float32))
 
 
 def rope_cos_sin(inv_freq: ArrayLike, num_positions: int, *, attention_factor: float = 1.0) -> jax.Array:
@@ -168,13 +172,19 @@ def rope_cos_sin(inv_freq: ArrayLike, num_positions: int, *, attention_factor: f
     [1.0, 1.0, 0.0, 0.0]
     """
     inv_freq = validation.as_array("inv_freq", inv_freq)
-    ok = inv_freq.ndim == 1 and jnp.issubdtype(inv_freq.dtype, jnp.floating)
+    ok = inv_freq.ndim == 1 and inv_freq.dtype.name in validation.DTYPES
     got = f"{inv_freq.dtype} of shape {inv_freq.shape}"
-    validation.check(ok, "inv_freq", "floating, shape [rotary_dim / 2]", got)
-    validation.check_positive_int("num_positions", num_positions)
+    validation.check(ok, "inv_freq", f"a dtype of {validation.DTYPES}, shape [rotary_dim / 2]", got)
+    validation.check_positive_int("num_positions", num_positions, 2**31 - 1)
     factor = validation.as_real_scalar("attention_factor", attention_factor)
-    cos, sin = cos_sin_at(jnp.arange(num_positions, dtype=jnp.int32), inv_freq.astype(jnp.float32))
-    return jnp.concatenate([cos, sin], axis=-1) * factor
+    factor = factor if isinstance(factor, jax.Array) else jax.device_put(np.float32(factor))
+    return _tabulate(inv_freq, factor, int(num_positions))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tabulate(inv_freq: jax.Array, factor: jax.Array, num_positions: int) -> jax.Array:
+    positions = jnp.arange(num_positions, dtype=jnp.int32)
+    return factor * jnp.concatenate(cos_sin_at(positions, inv_freq.astype(jnp.float32)), axis=-1)
 
 
 def apply_rope(
@@ -237,6 +247,12 @@ def apply_rope(
     validation.check_bool("validate_values", validate_values)
     if validate_values:
         check_positions(positions, frequencies)
+    return _apply(x, positions, frequencies, interleaved)
+
+
+# Jitted, so that an eager call is one program.
+@functools.partial(jax.jit, static_argnums=3)
+def _apply(x: jax.Array, positions: jax.Array, frequencies: jax.Array, interleaved: bool) -> jax.Array:
     return rotate(x, *cos_sin_at(positions, frequencies), interleaved=interleaved)
 
 
@@ -258,15 +274,17 @@ def as_frequencies(
     array = validation.as_array(name, value)
     ok = array.ndim == (1 if cos_sin is None else 2)
     validation.check(ok, name, expected, f"shape {array.shape}")
-    ok = jnp.issubdtype(array.dtype, jnp.floating)
-    validation.check(ok, name, "a floating dtype", f"dtype {array.dtype}")
+    ok = array.dtype.name in validation.DTYPES
+    validation.check(ok, name, f"a dtype of {validation.DTYPES}", f"dtype {array.dtype}")
+    if cos_sin is not None:
+        validation.check(array.shape[0] != 0, name, "at least one position", f"shape {array.shape}")
     columns = array.shape[-1] * (2 if cos_sin is None else 1)
-    validation.check(
-        columns != 0 and columns % 2 == 0, name, "an even rotary_dim, not 0", f"rotary_dim {columns}"
-    )
-    validation.check(
-        columns <= head_dim, name, f"a rotary_dim of at most {head_dim=}", f"rotary_dim {columns}"
-    )
+    if not jax.export.is_symbolic_dim(columns):
+        ok = columns != 0 and columns % 2 == 0
+        validation.check(ok, name, "an even rotary_dim, not 0", f"rotary_dim {columns}")
+        if not jax.export.is_symbolic_dim(head_dim):
+            expected = f"a rotary_dim of at most {head_dim=}"
+            validation.check(columns <= head_dim, name, expected, f"rotary_dim {columns}")
     if rotary_dim is not None:
         validation.check_positive_int("rotary_dim", rotary_dim)
         validation.check(rotary_dim == columns, "rotary_dim", f"{columns}, as {name} says", repr(rotary_dim))
@@ -316,5 +334,14 @@ def _blend(kept: np.ndarray, stretched: np.ndarray, share: Any) -> np.ndarray:
 def _check_positive(scaling: Any, *names: str) -> None:
     for name in names:
         value = getattr(scaling, name)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-        validation.check(ok, name, "a positive number", repr(value))
+        validation.check(_is_number(value) and value > 0, name, "a positive number", repr(value))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite Python or numpy number that a float holds."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool | np.timedelta64):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False

@@ -45,6 +45,10 @@ class Case:
         None is the default.
     kv_starts : tuple[int, ...] or None
         None leaves it out.
+    cache_dtypes : tuple[str, str] or None
+        Of quantized caches of keys and of values; None is `dtype`.
+    scale : str or None
+        What the scales of a quantized cache belong to: "tensor", "head" or "token".
     num_splits : int or None
         As in `paged_attention`.
     refused_by : tuple[str, ...]
@@ -67,6 +71,8 @@ class Case:
     share_pages: bool = False
     sm_scale: float | None = None
     kv_starts: tuple[int, ...] | None = None
+    cache_dtypes: tuple[str, str] | None = None
+    scale: str | None = None
     num_splits: int | None = None
     refused_by: tuple[str, ...] = ()
     interpret: bool = False
@@ -80,6 +86,11 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
+
+_NOT_QUANTIZED = ("mosaic_gpu",)
+_E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
+_E5M2 = ("float8_e5m2", "float8_e5m2")
+_INT8 = ("int8", "int8")
 
 CASES = (
     Case("page_1", _boundaries(1, 70), page_size=1, interpret=True),
@@ -165,6 +176,33 @@ CASES = (
     Case("many_rows", tuple(range(0, 160, 4)), num_q_heads=2, num_kv_heads=1, interpret=True),
     Case("many_rows_starts", (64,) * 40, 2, 1, kv_starts=tuple(range(0, 80, 2)), interpret=True),
     Case("many_short_rows", tuple(range(300)), num_q_heads=4, num_kv_heads=1),
+    Case("e4m3", cache_dtypes=_E4M3, refused_by=_NOT_QUANTIZED),
+    Case("e4m3_tensor", cache_dtypes=_E4M3, scale="tensor", refused_by=_NOT_QUANTIZED, newest=True),
+    Case("e4m3_head_float32", dtype="float32", cache_dtypes=_E4M3, scale="head", refused_by=_NOT_QUANTIZED),
+    Case("e4m3_token", cache_dtypes=_E4M3, scale="token", refused_by=_NOT_QUANTIZED, newest=True),
+    Case("e5m2_nhd", cache_dtypes=_E5M2, scale="token", kv_layout="NHD", refused_by=_NOT_QUANTIZED),
+    Case("e5m2_float16", dtype="float16", cache_dtypes=_E5M2, scale="tensor", refused_by=_NOT_QUANTIZED),
+    Case("int8_head", cache_dtypes=_INT8, scale="head", num_splits=3, refused_by=_NOT_QUANTIZED),
+    Case(
+        "int8_hpnd",
+        cache_dtypes=_INT8,
+        scale="token",
+        kv_layout="HPND",
+        refused_by=_NOT_QUANTIZED,
+        newest=True,
+    ),
+    Case("int8_float16", dtype="float16", cache_dtypes=_INT8, scale="token", refused_by=_NOT_QUANTIZED),
+    Case("k_e4m3_v_int8", cache_dtypes=("float8_e4m3fn", "int8"), scale="head", refused_by=_NOT_QUANTIZED),
+    Case("k_int8_v_bfloat16", cache_dtypes=("int8", "bfloat16"), refused_by=_NOT_QUANTIZED),
+    Case(
+        "e4m3_contiguous",
+        (1, 77, 0, 200),
+        page_size=200,
+        contiguous=True,
+        cache_dtypes=_E4M3,
+        scale="token",
+        refused_by=_NOT_QUANTIZED,
+    ),
     Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
 )
 
@@ -279,16 +317,28 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
     order = validation.LAYOUT_AXES["NHD"]
     order = tuple(order.index(axis) for axis in validation.LAYOUT_AXES[case.kv_layout])
     caches = {}
-    for name, head_dim in dims.items():
-        pages = np.full((num_pages, page_size, heads, head_dim), poison, dtype)
+    options: dict[str, Any] = {"kv_layout": case.kv_layout, "sm_scale": case.sm_scale}
+    for name, cache_dtype in zip(dims, case.cache_dtypes or (case.dtype,) * 2, strict=True):
+        head_dim, cache_dtype = dims[name], jnp.dtype(cache_dtype)
+        integers = cache_dtype == np.int8  # which have no NaN, and need a scale to be of use
+        bad = (0 if poison == 0 else 127) if integers else poison
+        pages = np.full((num_pages, page_size, heads, head_dim), bad, cache_dtype)
+        scales = np.full((num_pages, page_size, heads), poison, np.float32)
         for table, kv_len in zip(tables, case.kv_lens, strict=True):
             # A contiguous row's page may be far longer than its tokens.
-            tokens = rng.standard_normal((kv_len, heads, head_dim)).astype(dtype)
+            tokens = rng.standard_normal((kv_len, heads, head_dim)) * (30 if integers else 1)
+            tokens = (np.clip(np.rint(tokens), -128, 127) if integers else tokens).astype(cache_dtype)
             for entry, page in enumerate(table):
                 of_page = tokens[entry * page_size : (entry + 1) * page_size]
                 pages[page, : len(of_page)] = of_page
+                sizes = rng.lognormal(sigma=0.5, size=(len(of_page), heads))
+                scales[page, : len(of_page)] = sizes / (30 if integers else 1)
         caches[name] = jnp.asarray(np.ascontiguousarray(pages.transpose(order)))
-    options: dict[str, Any] = {"kv_layout": case.kv_layout, "sm_scale": case.sm_scale}
+        if case.scale == "token":
+            options[f"{name}_scale"] = jnp.asarray(np.ascontiguousarray(scales.transpose(order[:-1])))
+        elif case.scale is not None:
+            scale = rng.uniform(0.5, 2, heads if case.scale == "head" else ()) / (30 if integers else 1)
+            options[f"{name}_scale"] = jnp.asarray(scale, jnp.float32)
     if case.kv_starts is not None:
         options["kv_starts"] = jnp.asarray(case.kv_starts, jnp.int32)
     tuning = {"num_splits": case.num_splits}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 type Ints = ArrayLike | Sequence[Any]
 
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 LAYOUT_AXES = {
     "HND": ("num_pages", "num_kv_heads", "page_size", "head_dim"),
@@ -47,7 +48,8 @@ def check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
 
 def check_bool(name: str, value: Any) -> None:
     """Check for a Python bool, which a static flag must be."""
-    check(isinstance(value, bool), name, "a bool", repr(value))
+    expected = "a bool, static under jax.jit (static_argnames)" if isinstance(value, Tracer) else "a bool"
+    check(isinstance(value, bool), name, expected, repr(value))
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
@@ -95,7 +97,8 @@ def as_integers(name: str, value: Any, asarray: Callable[[Any], Any] = np.asarra
         array = array.astype(np.int32)
     # To numpy, a timedelta64 is a signed integer.
     ok = jnp.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64)
-    check(ok, name, "an integer array", f"dtype {array.dtype}")
+    got = type(value).__name__ if array.dtype == object else f"dtype {array.dtype}"
+    check(ok, name, "an integer array", got)
     return array
 
 
@@ -146,7 +149,8 @@ def check_cache_shapes(
     """Check that K and V have the axes of the layout, and one shape but for head_dim."""
     k_name, v_name = names
     for name, cache in ((k_name, k_pages), (v_name, v_pages)):
-        check(cache.ndim == 4, name, f"shape [{', '.join(LAYOUT_AXES[kv_layout])}]", f"shape {cache.shape}")
+        expected = f"shape [{', '.join(LAYOUT_AXES[kv_layout])}], as {kv_layout=}"
+        check(cache.ndim == 4, name, expected, f"shape {cache.shape}")
     check(
         v_pages.shape[:-1] == k_pages.shape[:-1],
         v_name,
@@ -155,12 +159,28 @@ def check_cache_shapes(
     )
 
 
+def scale_kind(
+    name: str, scale: Any, cache_name: str, cache: jax.Array, kinds: dict[tuple, str]
+) -> str | None:
+    """Check the scale of a cache by its shape, of which `kinds` says what each belongs to; None has none."""
+    if scale is None:
+        return None
+    quantized = cache.dtype.name in QUANTIZED_DTYPES
+    check(quantized, name, f"None, as {cache_name} isn't quantized", f"a scale for dtype {cache.dtype}")
+    floating = jnp.issubdtype(scale.dtype, np.floating)
+    check(floating or jnp.issubdtype(scale.dtype, np.integer), name, "real numbers", f"dtype {scale.dtype}")
+    shapes = " or ".join(f"{shape} for one a {kind}" for shape, kind in kinds.items())
+    check(scale.shape in kinds, name, f"shape {shapes}", f"shape {scale.shape}")
+    return kinds[scale.shape]
+
+
 def as_page_table(page_table: Any) -> "PageTable":
     """Check a page table's own consistency and narrow its fields to int32."""
     # PageTable's constructors use this module, so this import can't stand at the top.
     from jax_paged_attn.page_table import PageTable
 
-    check(isinstance(page_table, PageTable), "page_table", "a PageTable", type(page_table).__name__)
+    expected = "a PageTable (PageTable.from_block_tables and .from_csr make one)"
+    check(isinstance(page_table, PageTable), "page_table", expected, type(page_table).__name__)
     fields = {
         field.name: as_int32(f"page_table.{field.name}", getattr(page_table, field.name))
         for field in dataclasses.fields(PageTable)

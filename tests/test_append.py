@@ -19,11 +19,13 @@ from jax_paged_attn import (
     PageTable,
     append_kv,
     append_paged_kv,
+    apply_rope,
     dispatch,
     explain,
     paged_attention,
     reference,
     rope_append_paged_kv,
+    rope_cos_sin,
     rope_frequencies,
     slot_mapping,
     testing,
@@ -264,7 +266,8 @@ def test_wide_integers_are_cast_safely(x64):
         ("k_pages", {"k_pages": lambda x: x.astype(jnp.float32)}),
         ("k_pages", {"k_pages": lambda x: x.astype(jnp.int16)}),
         ("k_new", {"k_new": lambda x: x[:, :1]}),
-        ("k_new", {"k_new": lambda x: x[:2]}),
+        ("slot_mapping", {"k_new": lambda x: x[:2], "v_new": lambda x: x[:2]}),
+        ("v_new", {"v_new": lambda x: x[:2]}),
         ("k_new", {"k_new": lambda x: x.astype(jnp.int32)}),
         ("v_new", {"v_new": lambda x: x[..., :32]}),
         ("v_new", {"v_new": lambda x: x.astype(jnp.float16), "v_pages": lambda x: x.astype(jnp.float16)}),
@@ -290,6 +293,9 @@ def test_wrong_arguments(name, change):
     ("name", "scales"),
     [
         ("k_scale", {"k_scale": "0.5"}),
+        ("k_scale", {"k_scale": True}),
+        ("k_scale", {"k_scale": 1j}),
+        ("k_scale", {"k_scale": jax.random.key(0)}),
         ("k_scale", {"k_scale": np.ones(3, np.float32)}),
         ("k_scale", {"k_scale": np.ones((2, 5), np.float32)}),
         ("k_scale_pages", {"k_scale": np.ones((5, 2), np.float32)}),
@@ -329,6 +335,9 @@ def test_wrong_scales(name, scales):
         ("q", {"inv_freq": np.ones(32, np.float32), "q": lambda x: x[..., :32]}),
         ("q", {"inv_freq": np.ones(32, np.float32), "q": lambda x: x[:2]}),
         ("q", {"inv_freq": np.ones(32, np.float32), "q": lambda x: x[0]}),
+        ("q", {"inv_freq": np.ones(32, np.float32), "q": lambda x: x[:, :0]}),
+        ("cos_sin", {"cos_sin": np.ones((0, 64), np.float32)}),
+        ("cos_sin", {"cos_sin": jnp.ones((9, 64), jnp.float8_e4m3fn)}),
         ("q", {"inv_freq": np.ones(32, np.float32), "q": lambda x: x.astype(jnp.float32)}),
         ("positions", {"inv_freq": np.ones(32, np.float32), "positions": lambda x: x[:2]}),
         ("positions", {"inv_freq": np.ones(32, np.float32), "positions": lambda x: x.astype(jnp.float32)}),
@@ -554,3 +563,124 @@ def test_symbolic_sizes():
     )
     args = small()
     same_bits(exported.call(*args), append_paged_kv(*args))
+
+
+def test_huge_pools():
+    """Slots are int32; the part of a larger pool that they reach is written."""
+    shape = jax.ShapeDtypeStruct
+    pool, new, slots = (
+        shape((2**21, 2, 2048, 64), "bfloat16"),
+        shape((5, 2, 64), "bfloat16"),
+        shape((5,), "int32"),
+    )
+    for module in (jax_paged_attn, reference):
+        chex.assert_shape(jax.eval_shape(module.append_paged_kv, pool, pool, new, new, slots), pool.shape)
+    cache = shape((2**20, 2, 2048, 64), "bfloat16")
+    with pytest.raises(ValueError, match=r"^k_cache: expected fewer than 2\*\*31 tokens"):
+        jax.eval_shape(
+            append_kv,
+            cache,
+            cache,
+            shape((2**20, 1, 2, 64), "bfloat16"),
+            shape((2**20, 1, 2, 64), "bfloat16"),
+            0,
+        )
+
+
+def test_shapes_are_told_as_they_were_given():
+    k, v, *_ = small()
+    cache = k[0], v[0]
+    with pytest.raises(ValueError, match=r"k_new: expected shape \(3, 2, 64\), got shape \(3, 1, 64\)"):
+        append_kv(*cache, k[:3, :1, 0], v[:3, :1, 0], 2)
+    new, cache = jnp.ones((2, 3, 2, 64)), jnp.zeros((2, 2, 9, 64), jnp.int8)
+    message = r"k_scale: expected shape \(\) or \(2,\) or \(2, 3, 2\), got shape \(6, 2\)"
+    with pytest.raises(ValueError, match=message):
+        append_kv(cache, cache, new, new, 0, k_scale=jnp.ones((6, 2)))
+
+
+def test_arguments_on_the_device_stay_there():
+    k, v, k_new, v_new, slots = (jax.device_put(x) for x in small())
+    cache, new, lens = k[:1], k_new[None], jax.device_put(np.array([3], np.int32))
+    inv_freq = rope_frequencies(64)
+    table = PageTable.from_block_tables(jnp.array([[1, 2]]), jnp.array([20]))
+    with jax.transfer_guard("disallow"):
+        rotated = apply_rope(k_new, slots, inv_freq=inv_freq)
+        append_paged_kv(k, v, rotated, v_new, slots)
+        append_kv(cache, cache, new, new, lens)
+        slot_mapping(table, slots, slots, page_size=16)
+        rope_cos_sin(rope_frequencies(64), 9)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map(check_vma):
+    """Kv heads over a mesh; kernels take no arrays that JAX tracks as varying, so XLA serves these."""
+    k, v, k_new, v_new, slots = small()
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.P(None, "heads")
+    append = jax.shard_map(
+        append_paged_kv,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, heads, jax.P()),
+        out_specs=(heads, heads),
+        check_vma=check_vma,
+    )
+    same_bits(jax.jit(append)(k, v, k_new, v_new, slots), append_paged_kv(k, v, k_new, v_new, slots))
+    q = k_new
+    attend = jax.shard_map(
+        paged_attention,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, jax.P()),
+        out_specs=heads,
+        check_vma=check_vma,
+    )
+    table = PageTable.from_block_tables(np.arange(5)[:, None] % 12, np.full(5, 9))
+    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    chex.assert_trees_all_close(jax.jit(attend)(q, k, v, table), paged_attention(q, k, v, table))
+    if check_vma:
+        with pytest.raises(NotImplementedError, match="check_vma=False"):
+            jax.shard_map(
+                functools.partial(append_paged_kv, implementation="mosaic_gpu"),
+                mesh=mesh,
+                in_specs=(heads, heads, heads, heads, jax.P()),
+                out_specs=(heads, heads),
+            )(k, v, k_new, v_new, slots)
+
+
+@pytest.mark.parametrize("name", ["page_size", "pages"])
+def test_vmap_of_empty_pools(name):
+    k, v, k_new, v_new, slots = stacked(*small())
+    k, v = (x[:, :, :, :0] if name == "page_size" else x[:, :0] for x in (k, v))
+    same_bits(jax.vmap(append_paged_kv)(k, v, k_new, v_new, slots), (k, v))
+
+
+@pytest.mark.newest
+def test_symbolic_sizes_under_vmap():
+    """What the mapped axis makes of slots can't be compared with int32's limit."""
+    batch, pages = jax.export.symbolic_shape("batch, pages")
+    shapes = [(batch, pages, 2, 16, 64)] * 2 + [(batch, 5, 2, 64)] * 2
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    exported = jax.export.export(jax.jit(jax.vmap(append_paged_kv)), platforms=("cpu",))(
+        *arrays, jax.ShapeDtypeStruct((batch, 5), "int32")
+    )
+    args = stacked(*small())
+    same_bits(exported.call(*args), jax.vmap(append_paged_kv)(*args))
+
+
+def test_explain_with_a_kernels_config():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small())
+    assert explain(append_paged_kv, *shapes, config=Config(8), target="sm_90").config == Config(8)
+    with pytest.raises(ValueError, match=r"^config: expected a .*xla\.append\.Config"):
+        explain(append_paged_kv, *shapes, config=Config(8), target="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_untouched_slots_of_float8_keep_their_bits(dtype):
+    """Which NaN included, also where XLA writes."""
+    k, v, k_new, v_new, slots = small(pool_dtypes=(dtype, dtype))
+    bits = jnp.arange(k.size, dtype=jnp.uint8).reshape(k.shape)
+    pool = jax.lax.bitcast_convert_type(bits, k.dtype)
+    for implementation in NAMES:
+        after, _ = append_paged_kv(pool, v, k_new, v_new, slots, implementation=implementation)
+        untouched = np.asarray(after)[3:5].view(np.uint8)
+        assert (untouched == np.asarray(bits)[3:5]).all()

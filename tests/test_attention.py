@@ -29,8 +29,10 @@ def test_matches_the_reference(implementation, case):
 
 
 @pytest.mark.parametrize("implementation", NAMES)
-@pytest.mark.parametrize("name", ["page_12", "starts_empty", "contiguous"])
+@pytest.mark.parametrize("name", ["page_12", "starts_empty", "contiguous", "e4m3_token", "int8_hpnd"])
 def test_unused_slots_change_no_bit(implementation, name):
+    if implementation in testing.case(name).refused_by:
+        implementation = None
     zeroed, *others = (testing.make_inputs(testing.case(name), poison=x) for x in (0.0, np.nan, np.inf))
     expected = zeroed.call(jax_paged_attn, implementation=implementation)
     chex.assert_tree_all_finite(expected[0])

@@ -128,7 +128,7 @@ def test_a_problem_knows_its_symbolic_dimensions(monkeypatch):
         page_size=16,
         num_pages=p,
         num_entries=b * 3,
-        dtype=np.dtype("float32"),
+        **dict.fromkeys(("dtype", "k_dtype", "v_dtype"), np.dtype("float32")),
     )
 
     def refuse(self, memo):

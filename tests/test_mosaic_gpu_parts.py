@@ -142,7 +142,7 @@ def test_another_index_map_reads_other_pages(monkeypatch):
         page_size=16,
         num_pages=num_pages,
         num_entries=table.indices.shape[0],
-        dtype=np.dtype(q.dtype),
+        **dict.fromkeys(("dtype", "k_dtype", "v_dtype"), np.dtype(q.dtype)),
         return_lse=True,
     )
     config = attention.Config(num_stages=2, num_parts=3)

@@ -26,7 +26,7 @@ def plan(page_size, head_dim, block_kv=BLOCK_KV):
         page_size=page_size,
         num_pages=9,
         num_entries=9,
-        dtype=np.dtype(jnp.bfloat16),
+        **dict.fromkeys(("dtype", "k_dtype", "v_dtype"), np.dtype(jnp.bfloat16)),
     )
     return Plan(problem, Config(block_kv=block_kv))
 

@@ -804,3 +804,18 @@ def test_many_tokens_cost_no_more_than_one_by_one():
     lives = [life(length) for length in (250, 500, 1000, 2000)]
     for half, whole in itertools.pairwise(lives):
         assert whole < 2.1 * half
+
+
+def test_what_makes_no_sense_changes_nothing():
+    pool = PagePool(num_pages=4, page_size=4)
+    seq_id = pool.allocate(num_tokens=2).seq_id
+    duration: Any = np.timedelta64(seq_id, "s")  # to numpy an integer
+    with pytest.raises(ValueError, match="seq_id: expected the id of a live sequence"):
+        pool.free(duration)
+    assert pool.kv_lens([seq_id]).tolist() == [2]
+    for read in (
+        lambda: pool.block_tables([seq_id], width=2**62),
+        lambda: pool.csr([seq_id], num_entries=2**62),
+    ):
+        with pytest.raises(ValueError, match=r"^(width|num_entries): expected an int in"):
+            read()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jax_paged_attn import reference
-from jax_paged_attn.quantize import QUANTIZED_DTYPES, quantize
+from jax_paged_attn.quantize import quantize
+from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 FLOATS = [name for name in QUANTIZED_DTYPES if name != "int8"]
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_paged_attn import PageTable, reference, testing
+from jax_paged_attn.validation import LAYOUT_AXES
 
 CASES = [
     "page_12",
@@ -25,6 +26,11 @@ CASES = [
     "contiguous_nhd",
     "contiguous_starts",
     "all_empty",
+    "e4m3_tensor",
+    "e5m2_nhd",
+    "int8_head",
+    "int8_hpnd",
+    "e4m3_contiguous",
 ]
 
 
@@ -46,10 +52,23 @@ def dense_row(q, keys, values, sm_scale):
     return out, lse
 
 
+def dequantized(cache, scale, case):
+    """A cache in float64, times its scales."""
+    cache = float64(cache)
+    if scale is None:
+        return cache
+    scale = float64(scale)
+    if scale.ndim == 1:  # of heads
+        axis = LAYOUT_AXES[case.kv_layout].index("num_kv_heads")
+        scale = scale.reshape([-1 if i == axis else 1 for i in range(3)])
+    return cache * scale[..., None]
+
+
 def dense(inputs, case):
     """Attention of every row, its tokens collected one by one."""
     q, k, v, where = inputs.args
-    q, (k, v) = float64(q), (float64(x) for x in (k, v))
+    scales = [inputs.options.get(name) for name in ("k_scale", "v_scale")]
+    q, (k, v) = float64(q), (dequantized(x, scale, case) for x, scale in zip((k, v), scales, strict=True))
     sm_scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     starts = case.kv_starts or (0,) * len(case.kv_lens)
 

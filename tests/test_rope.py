@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import chex
 import jax
@@ -157,6 +158,11 @@ def test_yarn_scaling(truncate):
         ("factor", lambda: Llama3Scaling(factor=0.0)),
         ("high_freq_factor", lambda: Llama3Scaling(low_freq_factor=4.0)),
         ("original_max_position", lambda: YarnScaling(8.0, 0)),
+        ("high_freq_factor", lambda: Llama3Scaling(high_freq_factor="4")),  # pyright: ignore[reportArgumentType]
+        ("factor", lambda: Llama3Scaling(factor=10**400)),
+        ("base", lambda: rope_frequencies(64, base=10**400)),
+        ("beta_fast", lambda: YarnScaling(8.0, 4096, beta_fast=1.0, beta_slow=32.0)),
+        ("truncate", lambda: YarnScaling(8.0, 4096, truncate="no")),  # pyright: ignore[reportArgumentType]
         ("beta_slow", lambda: YarnScaling(8.0, 4096, beta_slow=-1.0)),
         ("inv_freq", lambda: rope_cos_sin(np.ones((2, 2), np.float32), 4)),
         ("inv_freq", lambda: rope_cos_sin(np.ones(2, np.int32), 4)),
@@ -175,6 +181,13 @@ def test_yarn_scaling(truncate):
 def test_wrong_arguments(name, call):
     with pytest.raises(ValueError, match=rf"^{name}: expected .+, got .+"):
         call()
+
+
+def test_numpy_numbers_are_numbers():
+    scaling: Any = YarnScaling(np.float32(4), np.int64(4096))  # pyright: ignore[reportArgumentType]
+    base: Any = np.float32(10_000.0)
+    actual = rope_frequencies(64, base=base, scaling=scaling)
+    chex.assert_trees_all_equal(actual, rope_frequencies(64, scaling=YarnScaling(4.0, 4096)))
 
 
 def test_under_vmap_and_grad():

@@ -10,8 +10,7 @@ import numpy as np
 
 from jax_paged_attn import validation
 from jax_paged_attn.dispatch import Operation
-from jax_paged_attn.quantize import QUANTIZED_DTYPES
-from jax_paged_attn.validation import LAYOUT_AXES
+from jax_paged_attn.validation import LAYOUT_AXES, QUANTIZED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +71,9 @@ class Problem:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_pages * self.page_size
+        """Tokens that the pool holds, of which slots reach no more than int32 does."""
+        slots = self.num_pages * self.page_size
+        return min(slots, 2**31 - 1) if isinstance(slots, int) else slots
 
     @property
     def is_symbolic(self) -> bool:
@@ -146,7 +146,7 @@ def fold(
     shared = [(batched.k_scale, problem.k_scale), (batched.v_scale, problem.v_scale)]
     if (
         LAYOUT_AXES[problem.kv_layout][0] != "num_pages"
-        or size * problem.num_slots >= 2**31
+        or (not jax.export.is_symbolic_dim(slots := size * problem.num_slots) and slots >= 2**31)
         or any(mapped and kind != "token" for mapped, kind in shared)
         or (batched.rotation is not None and batched.rotation.frequencies)
     ):
@@ -154,13 +154,13 @@ def fold(
 
     def join(array, has_axis):
         array = array if has_axis else jnp.broadcast_to(array, (size, *array.shape))
-        return array.reshape(-1, *array.shape[2:])
+        return array.reshape(size * array.shape[1], *array.shape[2:])
 
     each = jax.tree.map(join, operands, batched)
     slots = each.slots.reshape(size, problem.num_tokens)
     first = problem.num_slots * jnp.arange(size, dtype=jnp.int32)[:, None]
     slots = jnp.where((slots >= 0) & (slots < problem.num_slots), slots + first, -1)
-    each = each._replace(slots=slots.reshape(-1))
+    each = each._replace(slots=slots.reshape(each.slots.shape))
     if problem.k_scale != "token":
         each = each._replace(k_scale=operands.k_scale)
     if problem.v_scale != "token":
@@ -194,8 +194,10 @@ def describe(operands: Operands, *, kv_layout: str, names: dict[str, str]) -> Pr
     )
     sizes = dict(zip(axes, x.k_pages.shape, strict=True))
     num_kv_heads = sizes["num_kv_heads"]
-    validation.check(x.slots.ndim == 1, "slot_mapping", "shape [num_tokens]", f"shape {x.slots.shape}")
-    num_tokens = x.slots.shape[0]
+    expected = "shape [num_tokens, num_kv_heads, head_dim]"
+    validation.check(x.k_new.ndim == 3, names["k_new"], expected, f"shape {x.k_new.shape}")
+    num_tokens = x.k_new.shape[0]
+    validation.check_shape("slot_mapping", x.slots, (num_tokens,))
     for name, pages in (("k", x.k_pages), ("v", x.v_pages)):
         new, new_name, pages_name = getattr(x, f"{name}_new"), names[f"{name}_new"], names[f"{name}_pages"]
         validation.check_shape(new_name, new, (num_tokens, num_kv_heads, pages.shape[-1]))
@@ -245,17 +247,7 @@ def _scale_kind(
     scale_pages_name, scale_pages = names[f"{name}_scale_pages"], getattr(operands, f"{name}_scale_pages")
     pages_name, pages = names[f"{name}_pages"], getattr(operands, f"{name}_pages")
     kinds = {(): "tensor", (num_kv_heads,): "head", (num_tokens, num_kv_heads): "token"}
-    kind = None
-    if scale is not None:
-        validation.check(
-            pages.dtype.name in QUANTIZED_DTYPES,
-            scale_name,
-            f"None, as {pages_name} isn't quantized",
-            f"a scale for dtype {pages.dtype}",
-        )
-        expected = f"a scalar, shape ({num_kv_heads},) or ({num_tokens}, {num_kv_heads})"
-        validation.check(scale.shape in kinds, scale_name, expected, f"shape {scale.shape}")
-        kind = kinds[scale.shape]
+    kind = validation.scale_kind(scale_name, scale, pages_name, pages, kinds)
     if kind == "token":
         expected = f"pages for the scales of {scale_name}"
         validation.check(scale_pages is not None, scale_pages_name, expected, "None")
@@ -279,6 +271,7 @@ def describe_rotation(problem: Problem, rotation: RotationOperands, *, interleav
     tokens = (problem.num_tokens,)
     expected = "shape [num_tokens, num_q_heads, head_dim]"
     validation.check(q.ndim == 3, "q", expected, f"shape {q.shape}")
+    validation.check(q.shape[1] != 0, "q", "at least one head", f"shape {q.shape}")
     validation.check_shape("q", q, (*tokens, q.shape[1], problem.head_dim))
     validation.check(
         q.dtype == problem.dtype, "q", f"the dtype of k_new, {problem.dtype}", f"dtype {q.dtype}"

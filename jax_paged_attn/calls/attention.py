@@ -10,7 +10,7 @@ import numpy as np
 from jax_paged_attn import validation
 from jax_paged_attn.dispatch import Operation
 from jax_paged_attn.page_table import PageTable
-from jax_paged_attn.validation import LAYOUT_AXES
+from jax_paged_attn.validation import LAYOUT_AXES, QUANTIZED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,10 @@ class Problem:
         Sizes of the query and of the cache's heads.
     page_size, num_pages, num_entries : int
         Tokens a page, pages in the pool, entries in ``page_table.indices``.
-    dtype : numpy.dtype
-        Of the query, the cache and the output.
+    dtype, k_dtype, v_dtype : numpy.dtype
+        Of the query and the output, of the keys, of the values.
+    k_scale, v_scale : str or None
+        What the scales of a quantized cache belong to: "head" or "token"; None is a scale of 1.
     kv_layout : str
         A key of `LAYOUT_AXES`.
     has_kv_starts, return_lse : bool
@@ -44,6 +46,10 @@ class Problem:
     num_pages: int
     num_entries: int
     dtype: np.dtype
+    k_dtype: np.dtype
+    v_dtype: np.dtype
+    k_scale: str | None = None
+    v_scale: str | None = None
     kv_layout: str = "HND"
     has_kv_starts: bool = False
     return_lse: bool = False
@@ -74,7 +80,10 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """What an implementation computes with; of one batched call, `kv_starts` may be None."""
+    """What an implementation computes with, of one batched call; `kv_starts` and scales may be None.
+
+    Scales are float32[num_kv_heads], or one a token, in the cache's shape without head_dim.
+    """
 
     q: jax.Array
     k_pages: jax.Array
@@ -82,6 +91,8 @@ class Operands(NamedTuple):
     page_table: PageTable
     kv_starts: jax.Array | None
     sm_scale: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
 def nothing(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
@@ -102,15 +113,25 @@ def fold(
     begin at ``i * num_pages``, and page ids move along. Where only one of K and V is mapped, the other is
     repeated.
     """
-    pools_mapped = batched.k_pages or batched.v_pages
-    if batched.sm_scale or (pools_mapped and LAYOUT_AXES[problem.kv_layout][0] != "num_pages"):
+    # Scales of tokens lie in pools of their own.
+    scales = {
+        name: getattr(operands, name) for name in ("k_scale", "v_scale") if getattr(problem, name) == "token"
+    }
+    pools = ("k_pages", "v_pages", *scales)
+    pools_mapped = any(getattr(batched, name) for name in pools)
+    head_scales_mapped = any(getattr(batched, name) for name in {"k_scale", "v_scale"} - scales.keys())
+    if (
+        batched.sm_scale
+        or head_scales_mapped
+        or (pools_mapped and LAYOUT_AXES[problem.kv_layout][0] != "num_pages")
+    ):
         return None
 
     def mapped(array, has_axis):
         return array if has_axis else jnp.broadcast_to(array, (size, *array.shape))
 
     def join(array):
-        return array.reshape(-1, *array.shape[2:])
+        return array.reshape(size * array.shape[1], *array.shape[2:])
 
     table = jax.tree.map(mapped, operands.page_table, batched.page_table)
     kv_starts = None if operands.kv_starts is None else join(mapped(operands.kv_starts, batched.kv_starts))
@@ -118,9 +139,10 @@ def fold(
     row_starts, kv_lens = jax.vmap(lambda row: row.clipped(problem.page_size))(table)
     row_pages = jnp.clip(table.row_pages, 0, problem.num_entries - row_starts)
     element = jnp.arange(size, dtype=jnp.int32)[:, None]
-    k_pages, v_pages, num_pages = operands.k_pages, operands.v_pages, problem.num_pages
+    num_pages = problem.num_pages
+    moved = {name: getattr(operands, name) for name in ("k_pages", "v_pages", "k_scale", "v_scale")}
     if pools_mapped:
-        k_pages, v_pages = join(mapped(k_pages, batched.k_pages)), join(mapped(v_pages, batched.v_pages))
+        moved |= {name: join(mapped(moved[name], getattr(batched, name))) for name in pools}
         indices = jnp.clip(table.indices, 0, num_pages - 1) + element * num_pages
         num_pages = size * num_pages
     else:
@@ -137,13 +159,21 @@ def fold(
         contiguous=problem.contiguous and pools_mapped,
     )
     return folded, Operands(
-        join(mapped(operands.q, batched.q)),
-        k_pages,
-        v_pages,
-        PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
-        kv_starts,
-        operands.sm_scale,
+        q=join(mapped(operands.q, batched.q)),
+        page_table=PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
+        kv_starts=kv_starts,
+        sm_scale=operands.sm_scale,
+        **moved,
     )
+
+
+def _scale_kind(
+    name: str, scale: jax.Array | None, cache_name: str, cache: jax.Array, num_kv_heads: int
+) -> str | None:
+    """Check a scale; one of the whole tensor counts as one of each head."""
+    kinds = {(): "tensor", (num_kv_heads,): "head", cache.shape[:-1]: "token"}
+    kind = validation.scale_kind(name, scale, cache_name, cache, kinds)
+    return "head" if kind == "tensor" else kind
 
 
 ATTENTION = Operation("attention", ("paged_attention", "decode_attention"), nothing, fold)
@@ -155,6 +185,8 @@ def describe(
     v_pages: jax.Array,
     page_table: PageTable,
     kv_starts: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     *,
     kv_layout: str,
     return_lse: bool,
@@ -177,7 +209,12 @@ def describe(
         q.dtype.name in validation.DTYPES, "q", f"a dtype of {validation.DTYPES}", f"dtype {q.dtype}"
     )
     for name, cache in zip(cache_names, (k_pages, v_pages), strict=True):
-        validation.check(cache.dtype == q.dtype, name, f"the dtype of q, {q.dtype}", f"dtype {cache.dtype}")
+        validation.check(
+            cache.dtype == q.dtype or cache.dtype.name in QUANTIZED_DTYPES,
+            name,
+            f"the dtype of q, {q.dtype}, or one of {QUANTIZED_DTYPES}",
+            f"dtype {cache.dtype}",
+        )
     batch, num_q_heads, head_dim = q.shape
     sizes = dict(zip(LAYOUT_AXES[kv_layout], k_pages.shape, strict=True))
     num_kv_heads = sizes["num_kv_heads"]
@@ -197,7 +234,7 @@ def describe(
     validation.check(
         num_q_heads % num_kv_heads == 0,
         "q",
-        f"num_q_heads divisible by num_kv_heads={num_kv_heads}",
+        f"num_q_heads divisible by num_kv_heads={num_kv_heads} of {k_name} in {kv_layout=}",
         f"num_q_heads={num_q_heads}",
     )
     validation.check(
@@ -218,6 +255,10 @@ def describe(
         num_pages=sizes["num_pages"],
         num_entries=page_table.indices.shape[0],
         dtype=np.dtype(q.dtype),
+        k_dtype=np.dtype(k_pages.dtype),
+        v_dtype=np.dtype(v_pages.dtype),
+        k_scale=_scale_kind("k_scale", k_scale, k_name, k_pages, num_kv_heads),
+        v_scale=_scale_kind("v_scale", v_scale, v_name, v_pages, num_kv_heads),
         kv_layout=kv_layout,
         has_kv_starts=kv_starts is not None,
         return_lse=return_lse,
@@ -242,7 +283,8 @@ def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | 
     # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
     used_pages = -(-kv_lens // max(page_size, 1))
     fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
-    validation.check_values(fits, lens_name, f"values in [0, row_pages * {page_size}]", kv_lens)
+    most = f"{page_size}" if problem.contiguous else f"row_pages * {page_size}"
+    validation.check_values(fits, lens_name, f"values in [0, {most}]", kv_lens)
     # An entry is used if more rows begin at or before it than end there.
     begins = xp.clip(row_starts, 0, num_entries)
     ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))

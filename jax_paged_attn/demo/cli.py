@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _require_packages() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoError(f'the demo needs {", ".join(missing)}: pip install "jax_paged_attn[demo]"')
+        raise DemoError(f'the demo needs {", ".join(missing)}: pip install ".[demo]" in its folder')
 
 
 def _prepare_streams() -> None:

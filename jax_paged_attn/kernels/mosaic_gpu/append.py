@@ -75,13 +75,14 @@ def run(problem: Problem, config: Config, operands: Operands, *, interpret: bool
     """Launch the kernel on refs of the pools; `jax_paged_attn.kernels` has the contract."""
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     names = ("k_pages", "v_pages", "k_scale_pages", "v_scale_pages")
-    arrays = {name: getattr(operands, name) for name in names}
-    pools = {name: jax.new_ref(array) for name, array in arrays.items() if array is not None}
+    given = {name: getattr(operands, name) for name in names}
+    given = {name: array for name, array in given.items() if array is not None}
+    # XLA fuses a kernel that updates in place with a slice that makes its operand, or with a loop's stacking
+    # of its result, and then loses what the kernel leaves alone (jax 0.11.2, 0.12.0): barriers prevent that.
+    pools = {name: jax.new_ref(array) for name, array in lax.optimization_barrier(given).items()}
     step, q = tokens_per_launch(problem), None
     for start in range(0, problem.num_tokens, step):
         plan = Plan(problem, config, start, min(start + step, problem.num_tokens))
         q = launch(plan, operands, pools, q, interpret=params)
-    # As in the merge of attention: fused with a loop's stacking of results, a kernel that updates in place
-    # would lose what it leaves alone (XLA of jax 0.11.2, 0.12.0).
     updated = lax.optimization_barrier({name: jax.freeze(ref) for name, ref in pools.items()})
     return Results(**updated, q=q)

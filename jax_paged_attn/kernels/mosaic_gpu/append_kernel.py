@@ -35,8 +35,8 @@ def launch(
     x = operands
     inputs: dict[str, Any] = {
         "slots": x.slots,
-        "k": x.k_new.reshape(-1, p.head_dim),
-        "v": x.v_new.reshape(-1, p.v_head_dim),
+        "k": x.k_new.reshape(p.num_tokens * p.num_kv_heads, p.head_dim),
+        "v": x.v_new.reshape(p.num_tokens * p.num_kv_heads, p.v_head_dim),
     }
     for name, scale in (("k", x.k_scale), ("v", x.v_scale)):
         if scale is not None:

@@ -24,7 +24,7 @@ def run(
     problem: Problem, config: Config, operands: Operands, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
-    q, k_pages, v_pages, page_table, kv_starts, sm_scale = operands
+    q, k_pages, v_pages, page_table, kv_starts, sm_scale, *_ = operands
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     launches = []
     step = rows_per_launch(problem)

@@ -50,6 +50,9 @@ def why_not(problem: Problem, target: Target) -> str | None:
         return "needs static shapes"
     if problem.dtype.name not in DTYPES:
         return f"dtype {problem.dtype.name} unsupported; supported: {', '.join(DTYPES)}"
+    for name, dtype in (("k", problem.k_dtype), ("v", problem.v_dtype)):
+        if dtype != problem.dtype:
+            return f"{name} of dtype {dtype.name} under a query of {problem.dtype.name} unsupported"
     for name, dim in (("head_dim", problem.head_dim), ("v's head_dim", problem.v_head_dim)):
         if dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             supported = f"multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"

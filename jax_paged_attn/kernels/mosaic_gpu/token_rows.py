@@ -10,7 +10,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged_attn.quantize import QUANTIZED_DTYPES, quantize
+from jax_paged_attn.quantize import quantize
+from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 from .integers import round_up
 from .layouts import along_columns, along_rows, f32

@@ -4,12 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_paged_attn import rope
 from jax_paged_attn.calls.append import Operands, Problem, Results
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
-from jax_paged_attn.quantize import QUANTIZED_DTYPES, quantize
+from jax_paged_attn.quantize import quantize
+from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,10 @@ def run(problem: Problem, config: Config, operands: Operands) -> Results:
     offsets = x.slots % page_size if page_size != 0 else x.slots
 
     def write(pool, new):
+        if pool.dtype.name.startswith("float8"):
+            # As bits: on the CPU XLA would convert the pool to float16 and back, and change which NaN it has.
+            bits = (lax.bitcast_convert_type(x, jnp.uint8) for x in (pool, new))
+            return lax.bitcast_convert_type(write(*bits), pool.dtype)
         if problem.kv_layout == "HPND":
             return pool.at[:, pages, offsets].set(jnp.moveaxis(new, 1, 0), mode="drop")
         index = (pages, slice(None), offsets) if problem.kv_layout == "HND" else (pages, offsets)

@@ -1,13 +1,14 @@
 """Decode attention by an online softmax over tiles of keys, all rows in step."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_paged_attn import merge, validation
 from jax_paged_attn.calls.attention import Operands, Problem
-from jax_paged_attn.dispatch import Target
+from jax_paged_attn.dispatch import Target, varying_axes
 from jax_paged_attn.kernels import Usage
 
 _MAX_BLOCK_KV = 2**20  # a tile of it is far past any use, and positions stay in int32
@@ -49,7 +50,7 @@ def usage(problem: Problem, config: Config) -> Usage:
 
 def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Attend; see `jax_paged_attn.kernels` for the contract."""
-    q, k_pages, v_pages, page_table, kv_starts, sm_scale = operands
+    q, k_pages, v_pages, page_table, kv_starts, sm_scale, k_scale, v_scale = operands
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
     num_splits, block_kv = _num_splits(problem, config), config.block_kv
     # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
@@ -66,6 +67,14 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     def multiply(equation, a, b):
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
+    def tile_scale(scale, kind, index):
+        """Scales of a tile, to multiply [batch, split, kv head, group, key] by."""
+        if kind == "head":
+            return scale[None, None, :, None, None]
+        tile = scale.at[index].get(mode="promise_in_bounds")
+        to_heads = {"bsth": (0, 1, 3, 2), "hbst": (1, 2, 0, 3)}[tile_axes]
+        return tile.transpose(to_heads)[:, :, :, None, :]
+
     def add_tile(step, state):
         peak, total, acc = state
         tile = (first_tile + step)[..., None]
@@ -74,8 +83,12 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         valid = (tile < end_tile[..., None]) & (positions < kv_lens[:, None, None])
         if kv_starts is not None:
             valid &= positions >= kv_starts[:, None, None]
-        k, v = _load_tile(problem, k_pages, v_pages, page_table.indices, row_starts, positions)
+        index = _tile_index(problem, page_table.indices, row_starts, positions)
+        # Every value of a quantized cache is one of the query's dtype too.
+        k, v = (pages.at[index].get(mode="promise_in_bounds").astype(q.dtype) for pages in (k_pages, v_pages))
         scores = sm_scale * multiply(f"bhgd,{tile_axes}d->bshgt", q, k)
+        if k_scale is not None:
+            scores = scores * tile_scale(k_scale, problem.k_scale, index)
         scores = jnp.where(valid[:, :, None, None, :], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         # Until a run meets a valid key its peak is -inf, and subtracting that would make NaN.
@@ -85,7 +98,15 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         # Masked by selection: a weight of zero doesn't silence NaN in an unused slot.
         mask = valid[None] if tile_axes == "hbst" else valid[..., None]
         v = jnp.where(mask[..., None], v, jnp.zeros((), v.dtype))
-        partial = multiply(f"bshgt,{tile_axes}e->bshge", weights.astype(v.dtype), v)
+        weighted = weights
+        if problem.v_scale == "token":
+            # Relative to the largest, so that small scales don't take weights below what 16 bits hold.
+            scale = jnp.where(valid[:, :, None, None, :], tile_scale(v_scale, "token", index), 0.0)
+            largest = jnp.max(jnp.abs(scale), axis=-1, keepdims=True)
+            weighted = weights * (scale / jnp.where(largest == 0.0, 1.0, largest))
+        partial = multiply(f"bshgt,{tile_axes}e->bshge", weighted.astype(v.dtype), v)
+        if problem.v_scale == "token":
+            partial = partial * largest
         return new_peak, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + partial
 
     runs = (batch, num_splits, num_kv_heads, group_size)
@@ -94,10 +115,12 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         jnp.zeros(runs, jnp.float32),
         jnp.zeros((*runs, problem.v_head_dim), jnp.float32),
     )
-    axes = _manual_axes(operands)
+    axes = varying_axes(operands)  # a loop's state must vary as its operands do, from the start
     state = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), state)
     peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    if v_scale is not None and problem.v_scale == "head":
+        out = out * v_scale[None, None, :, None, None]
     lse = peak + jnp.log(total)
     if num_splits > 1:
         out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
@@ -113,23 +136,12 @@ def _num_splits(problem: Problem, config: Config) -> int:
     return max(1, min(num_splits, -(-problem.num_entries * problem.page_size // config.block_kv)))
 
 
-def _manual_axes(operands: Operands) -> tuple[str, ...]:
-    """Axes of `jax.shard_map` that some operand varies over: a loop's state must vary so from the start."""
-    types = (jax.typeof(leaf) for leaf in jax.tree.leaves(operands))
-    return tuple(sorted(frozenset().union(*(t.manual_axis_type.varying for t in types))))
+def _tile_index(
+    problem: Problem, indices: jax.Array, row_starts: jax.Array, positions: jax.Array
+) -> tuple[Any, ...]:
+    """Index a pool at positions [batch, num_splits, block_kv] of each row.
 
-
-def _load_tile(
-    problem: Problem,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    indices: jax.Array,
-    row_starts: jax.Array,
-    positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Gather the keys and values at positions [batch, num_splits, block_kv] of each row.
-
-    Returns [batch, num_splits, block_kv, num_kv_heads, head_dim], or with the heads first for "HPND": the
+    That gathers [batch, num_splits, block_kv, num_kv_heads, ..], or with the heads first for "HPND": the
     order in which a gather yields them, without moving the pool.
     """
     entries = row_starts[:, None, None] + positions // problem.page_size
@@ -137,10 +149,8 @@ def _load_tile(
     pages = indices.at[entries].get(mode="promise_in_bounds")
     pages = jnp.clip(pages, 0, problem.num_pages - 1)
     slots = positions % problem.page_size
-    index = {
+    return {
         "HND": (pages, slice(None), slots),
         "NHD": (pages, slots),
         "HPND": (slice(None), pages, slots),
     }[problem.kv_layout]
-    k, v = (cache.at[index].get(mode="promise_in_bounds") for cache in (k_pages, v_pages))
-    return k, v
