@@ -139,7 +139,7 @@ def test_a_huge_int_beside_a_traced_one():
 
 def test_heads_that_do_not_divide():
     mistake: dict[str, Any] = {"q": jnp.ones((2, 5, 64))}
-    with pytest.raises(ValueError, match="num_kv_heads=2, got num_q_heads=5"):
+    with pytest.raises(ValueError, match="num_kv_heads=2 of k_pages in kv_layout='HND', got num_q_heads=5"):
         paged_attention(**(PAGED | mistake))
 
 

@@ -109,6 +109,7 @@ class Append:
     rotary_dim: int | None = None  # head_dim
     table: bool = False  # of cosines and sines
     steps: int | None = None  # of a scan that carries the pools
+    sliced: bool = False  # the pools are a slice of a larger array, as those of one layer
 
     def traceable(self) -> Traceable:
         tokens, heads, dims = (
@@ -153,7 +154,17 @@ class Append:
                 )
 
         function = call if self.steps is None else functools.partial(carried, call, self.steps)
+        if self.sliced:
+            pools = shape((3, 2, *pools[0].shape), pools[0].dtype)
+            function = functools.partial(of_a_layer, call)
+            return Traceable(function, (pools, news, slots, scales))
         return Traceable(function, (pools, news, slots, scales), (0, 3), pools[0])
+
+
+def of_a_layer(append, pools, news, slots, scales):
+    """Append to the pools of the middle layer and put them back."""
+    updated = append((pools[1, 0], pools[1, 1]), news, slots, scales)
+    return pools.at[1].set(jnp.stack(updated))
 
 
 def carried(append, steps, pools, news, slots, scales):
@@ -249,6 +260,7 @@ CALLS["append"] = (
     Append(dtype="float32"),
     Append(head_dim=192, v_head_dim=128),
     Append(steps=4),
+    Append(sliced=True),
 )
 CALLS["append, quantized"] = (
     Append(pool_dtype="float8_e4m3fn", scale="tensor"),
