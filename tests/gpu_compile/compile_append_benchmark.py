@@ -1,31 +1,20 @@
 """Compiles the calls of one of `benchmarks.append`'s workloads for an H200, on a machine without a GPU.
 
 `python compile_append_benchmark.py WORKLOAD` prints one JSON line a layout: what the call became, and whether
-it can be timed. A process of its own, as `compile_decode.py`; PYTHONPATH names the root of the repository.
+it can be timed. A process of its own, as `compile_calls.py`; PYTHONPATH names the root of the repository.
 """
 
 import functools
 import json
-import re
 import sys
 import traceback
 
-import compile_decode  # before jax, which reads the environment that it sets
+import compile_calls  # before jax, which reads the environment that it sets
 import jax
 
 from benchmarks import append_workloads
 from benchmarks.session import LAYOUTS
 from benchmarks.timing import UpdatingCalls
-
-# What an entry computation holds beside kernels and copies.
-FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "opt-barrier"}
-
-
-def operations(text: str) -> list[str]:
-    """What a compiled call launches or copies, by the operations of its entry computation."""
-    entry = text[text.index("\nENTRY ") :]
-    found = re.findall(r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z-]+)\(", entry, flags=re.MULTILINE)
-    return [operation for operation in found if operation not in FREE]
 
 
 def compile_call(workload: append_workloads.AppendWorkload, layout: str, sharding, seen):
@@ -37,9 +26,9 @@ def compile_call(workload: append_workloads.AppendWorkload, layout: str, shardin
     )
     call = functools.partial(append_workloads.append, kv_layout=layout)
     calls = UpdatingCalls(call, [(new,)], state).compiled()
-    launches, compiled = compile_decode.new_in_dump(seen)
+    launches, compiled = compile_calls.new_in_dump(seen)
     return {
-        "operations": operations(calls.fn.as_text()),
+        "operations": compile_calls.operations(calls.fn.as_text()),
         "why_not_timed": calls.why_not_timed(),
         "launches": len(launches),
         "compiled": compiled,
@@ -47,7 +36,7 @@ def compile_call(workload: append_workloads.AppendWorkload, layout: str, shardin
 
 
 def main(name: str):
-    sharding, seen = compile_decode.h200(), set()
+    sharding, seen = compile_calls.h200(), set()
     (workload,) = (w for w in append_workloads.WORKLOADS if w.name == name)
     for layout in LAYOUTS:
         try:

@@ -77,12 +77,12 @@ def pool_copies(text: str, pool: jax.ShapeDtypeStruct | None) -> int:
     return len(re.findall(rf"\[{dims}\]\S* (?:copy|copy-start)\(", text))
 
 
-def other_kernels(text: str) -> list[str]:
-    """What the compiled HLO launches besides kernels of ours, outside of loops."""
+def operations(text: str) -> list[str]:
+    """What the compiled HLO launches or copies outside of loops, by its operations."""
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "opt-barrier"}
     entry = text[text.index("ENTRY ") :]
-    called = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(", entry, flags=re.MULTILINE)
-    free = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "custom-call", "while"}
-    return [operation for operation in called if operation not in free]
+    found = re.findall(r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z-]+)\(", entry, flags=re.MULTILINE)
+    return [operation for operation in found if operation not in free]
 
 
 def compile_call(call: Call, sharding, seen):
@@ -102,7 +102,7 @@ def compile_call(call: Call, sharding, seen):
         "compiled": compiled,
         "torn_aliases": torn_aliases(text),
         "pool_copies": pool_copies(text, to_compile.pool),
-        "other_kernels": other_kernels(text),
+        "other_kernels": [name for name in operations(text) if name != "custom-call"],
     }
 
 
