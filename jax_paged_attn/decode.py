@@ -45,6 +45,9 @@ def decode_attention(
         Valid tokens of each row, clipped to ``[0, max_kv_len]``. A scalar is every row's length.
     sm_scale, kv_starts, return_lse, num_splits, validate_values, implementation, config
         As in `paged_attention`.
+    k_scale, v_scale : float, optional
+        Of a quantized cache, as in `paged_attention`: a scalar, one a head [num_kv_heads], or one a token, in
+        the cache's shape without head_dim. None is 1.
     kv_layout : str
         "HND" or "NHD".
 

@@ -110,12 +110,15 @@ class Operation:
         ``fold(problem, size, batched, operands)`` is the call of one problem that a vmapped one of `size`
         elements becomes, as (problem, operands), or None where it can't become one. `batched` says which
         operands have the mapped axis.
+    in_place : bool
+        Whether it updates its operands.
     """
 
     name: str
     functions: tuple[str, ...]
     nothing: Callable[[Any, Any], Any]
     fold: Callable[[Any, int, Any, Any], tuple[Any, Any] | None]
+    in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,16 +136,15 @@ class Implementation:
         Where it runs; None is everywhere.
     interpreted_on : tuple[str, ...]
         Where an explicit choice interprets it.
-    takes_varying : bool
-        Whether it takes arrays that `jax.shard_map` tracks as varying over its axes. Pallas kernels that
-        update arrays in place take none.
+    updates_varying : bool
+        Whether it updates arrays that `jax.shard_map` tracks as varying over its axes. Pallas kernels don't.
     """
 
     name: str
     package: str
     platforms: tuple[str, ...] | None = None
     interpreted_on: tuple[str, ...] = ()
-    takes_varying: bool = True
+    updates_varying: bool = True
 
     def module(self, operation: Operation) -> str:
         """Name the module that serves an operation."""
@@ -166,7 +168,7 @@ class Implementation:
 # In order of preference.
 IMPLEMENTATIONS = (
     Implementation(
-        "mosaic_gpu", "jax_paged_attn.kernels.mosaic_gpu", ("cuda",), ("cpu",), takes_varying=False
+        "mosaic_gpu", "jax_paged_attn.kernels.mosaic_gpu", ("cuda",), ("cpu",), updates_varying=False
     ),
     Implementation("xla", "jax_paged_attn.kernels.xla"),
 )
@@ -296,8 +298,10 @@ def run(operation: Operation, problem: Any, operands: Any, *, implementation: st
                 f"jax.sharding.auto_axes; got {jax.typeof(leaf)}"
             )
     call = _Call(operation, problem, implementation, config, bool(varying_axes(operands)))
-    if _recording.value is None:
+    if (recording := _recording.value) is None:
         call.choices()  # here as well, so that what can't run is said before anything is traced
+    else:
+        recording.choose(call)
     return _run(call, operands)
 
 
@@ -453,8 +457,8 @@ class _Call:
         return _Choice(chosen, config), tuple(passed_over)
 
     def _why_not(self, candidate: Implementation, problem: Any, target: Target) -> str | None:
-        if self.varying and not candidate.takes_varying:
-            return "arrays that vary over axes of jax.shard_map: call that with check_vma=False"
+        if self.varying and self.operation.in_place and not candidate.updates_varying:
+            return "arrays to update vary over axes of jax.shard_map: call that with check_vma=False"
         return candidate.why_not(self.operation, problem, target)
 
 
@@ -483,10 +487,14 @@ class _Recording:
         self.target = target
         self.records: list[Explanation] = []
 
-    def add(self, call: _Call) -> None:
+    def choose(self, call: _Call) -> tuple[_Choice, tuple[tuple[str, str], ...], bool]:
+        """Choose for the target: the choice, why not another, whether it would be interpreted."""
         named = [candidate for candidate in IMPLEMENTATIONS if candidate.name == call.implementation]
         interpreted = any(self.target.platform in candidate.interpreted_on for candidate in named)
-        choice, passed_over = call.select(_INTERPRETED if interpreted else self.target)
+        return *call.select(_INTERPRETED if interpreted else self.target), interpreted
+
+    def add(self, call: _Call) -> None:
+        choice, passed_over, interpreted = self.choose(call)
         usage = choice.implementation.load(call.operation).usage(call.problem, choice.config)
         record = Explanation(
             implementation=choice.implementation.name,

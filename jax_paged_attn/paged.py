@@ -65,7 +65,8 @@ def paged_attention(
         don't depend on its batch mates or on any capacity ("xla": among calls of one shape, as XLA may order
         sums by the shape). None lets the implementation cut.
     validate_values : bool
-        Also check page ids, lengths and `kv_starts`: ValueError for concrete arrays,
+        Also check page ids, lengths, `kv_starts`, and that scales (but of tokens) are positive and finite:
+        ValueError for concrete arrays,
         `jax.experimental.checkify` checks for traced ones.
     implementation : str, optional
         "mosaic_gpu" (Pallas kernels; interpreted on CPU) or "xla"; None takes the first that can run.
@@ -177,6 +178,9 @@ def attend(
     )
     scale = validation.as_sm_scale(sm_scale, problem.head_dim)
     if validate_values:
+        # Scales of tokens may be anything where no token is.
+        wholes = {"k_scale": k_scale, "v_scale": v_scale}
+        validation.check_scales(**{n: x for n, x in wholes.items() if x is not None and x.ndim < 2})
         attention.check_table(problem, page_table, kv_starts, lens_name)
     # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
     scale = scale if isinstance(scale, jax.Array) else jax.device_put(np.float32(scale))

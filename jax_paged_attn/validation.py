@@ -6,6 +6,7 @@ become `jax.experimental.checkify` checks on traced ones.
 """
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ def check(ok: bool, name: str, expected: str, got: str) -> None:
     """Raise the ValueError of a wrong argument unless `ok`."""
     if not ok:
         raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def is_symbolic(description: Any) -> bool:
+    """Whether a field of a dataclass is a symbolic dimension."""
+    # Not dataclasses.astuple: it copies symbolic dimensions, which they don't all survive.
+    sizes = (getattr(description, field.name) for field in dataclasses.fields(description))
+    return any(jax.export.is_symbolic_dim(size) for size in sizes)
 
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
@@ -224,3 +232,12 @@ def check_values(ok: Any, name: str, expected: str, got: Any) -> None:
         first = jnp.argmin(ok)
         message = f"{name}: expected {expected}, got {{got}} at index {{index}}"
         checkify.check(jnp.all(ok), message, got=got[first], index=first)
+
+
+def check_scales(**scales: Any) -> None:
+    """Check that scales are positive and finite."""
+    for name, scale in scales.items():
+        if scale is not None:
+            xp, (scale,) = value_module(scale)
+            ok = xp.reshape((scale > 0) & (scale < math.inf), (-1,))
+            check_values(ok, name, "positive finite values", xp.reshape(scale, (-1,)))

@@ -30,7 +30,8 @@ def problem(**sizes):
         "num_entries": 16_384,
         "dtype": BF16,
     }
-    return Problem(**default | sizes)
+    sizes = default | sizes
+    return Problem(**sizes, k_dtype=sizes["dtype"], v_dtype=sizes["dtype"])
 
 
 HEADS = ((32, 8), (64, 8), (28, 4), (9, 3), (71, 1), (48, 1), (32, 32), (12, 1), (1, 1))

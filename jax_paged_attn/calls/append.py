@@ -1,8 +1,7 @@
 """The writing of new tokens into a cache, with rotation and quantization on the way."""
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +77,9 @@ class Problem:
     @property
     def is_symbolic(self) -> bool:
         """Whether any dimension is symbolic."""
-        sizes = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return any(jax.export.is_symbolic_dim(size) for size in sizes)
+        return validation.is_symbolic(self) or (
+            self.rotation is not None and validation.is_symbolic(self.rotation)
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -171,7 +171,9 @@ def fold(
     return dataclasses.replace(problem, **sizes), each
 
 
-APPEND = Operation("append", ("append_paged_kv", "append_kv", "rope_append_paged_kv"), nothing, fold)
+APPEND = Operation(
+    "append", ("append_paged_kv", "append_kv", "rope_append_paged_kv"), nothing, fold, in_place=True
+)
 
 
 def describe(operands: Operands, *, kv_layout: str, names: dict[str, str]) -> Problem:
@@ -182,17 +184,8 @@ def describe(operands: Operands, *, kv_layout: str, names: dict[str, str]) -> Pr
     """
     x = operands
     validation.check_layout(kv_layout)
-    axes = LAYOUT_AXES[kv_layout]
-    for name in ("k_pages", "v_pages"):
-        cache = getattr(x, name)
-        validation.check(cache.ndim == 4, names[name], f"shape [{', '.join(axes)}]", f"shape {cache.shape}")
-    validation.check(
-        x.v_pages.shape[:-1] == x.k_pages.shape[:-1],
-        names["v_pages"],
-        f"the shape of {names['k_pages']} but for the last axis, {x.k_pages.shape[:-1]}",
-        f"shape {x.v_pages.shape}",
-    )
-    sizes = dict(zip(axes, x.k_pages.shape, strict=True))
+    validation.check_cache_shapes(x.k_pages, x.v_pages, kv_layout, (names["k_pages"], names["v_pages"]))
+    sizes = dict(zip(LAYOUT_AXES[kv_layout], x.k_pages.shape, strict=True))
     num_kv_heads = sizes["num_kv_heads"]
     expected = "shape [num_tokens, num_kv_heads, head_dim]"
     validation.check(x.k_new.ndim == 3, names["k_new"], expected, f"shape {x.k_new.shape}")
@@ -259,9 +252,6 @@ def _scale_kind(
         validation.check_shape(scale_pages_name, scale_pages, pages.shape[:-1])
         got = f"dtype {scale_pages.dtype}"
         validation.check(scale_pages.dtype == jnp.float32, scale_pages_name, "dtype float32", got)
-        other = {"k": "v_scale_pages", "v": "k_scale_pages"}[name]
-        expected = f"pages, as {scale_pages_name} is given"
-        validation.check(getattr(operands, other) is not None, names[other], expected, "None")
     return kind
 
 
@@ -294,12 +284,3 @@ def check_slots(problem: Problem, slots: jax.Array) -> None:
     _, (slots,) = validation.value_module(slots)
     expected = f"slots below {problem.num_slots}, or negative ones to skip"
     validation.check_values(slots < problem.num_slots, "slot_mapping", expected, slots)
-
-
-def check_scales(**scales: Any) -> None:
-    """Check that scales are positive and finite."""
-    for name, scale in scales.items():
-        if scale is not None:
-            xp, (scale,) = validation.value_module(scale)
-            ok = xp.reshape((scale > 0) & (scale < math.inf), (-1,))
-            validation.check_values(ok, name, "positive finite values", xp.reshape(scale, (-1,)))

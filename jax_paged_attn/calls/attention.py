@@ -64,9 +64,7 @@ class Problem:
     @property
     def is_symbolic(self) -> bool:
         """Whether any dimension is symbolic."""
-        # Not dataclasses.astuple: it copies symbolic dimensions, which they don't all survive.
-        sizes = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return any(jax.export.is_symbolic_dim(dim) for dim in sizes)
+        return validation.is_symbolic(self)
 
     @property
     def is_empty(self) -> bool:

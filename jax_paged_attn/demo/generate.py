@@ -85,7 +85,9 @@ def generate(
 
     dtype = params.token_embd.dtype
     cache = empty_cache(config, num_pages, options.page_size, dtype)
-    prefill_fn = functools.partial(prefill, config=config, sampling=options.sampling)
+    prefill_fn = functools.partial(
+        prefill, config=config, sampling=options.sampling, implementation=options.implementation
+    )
     decode_fn = functools.partial(
         decode_step, config=config, sampling=options.sampling, implementation=options.implementation
     )

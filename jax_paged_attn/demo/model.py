@@ -150,6 +150,7 @@ def prefill(
     *,
     config: LlamaConfig,
     sampling: Sampling,
+    implementation: str | None,
 ) -> tuple[jax.Array, KVCache]:
     """Put whole prompts into the pages and pick the first token of each answer.
 
@@ -165,7 +166,7 @@ def prefill(
 
     def attend(pools, layer, q, k, v):
         layer_slots = _in_layer(slots, layer, num_pages * page_size)
-        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots))
+        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots, implementation=implementation))
         q, k, v = (a.reshape(batch, length, *a.shape[1:]) for a in (q, k, v))
         # Padding comes after a prompt's own tokens, so causality alone hides it from them.
         return causal_attention(q, k, v).reshape(batch * length, *q.shape[2:]), pools

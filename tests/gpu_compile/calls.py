@@ -110,6 +110,8 @@ class Append:
     table: bool = False  # of cosines and sines
     steps: int | None = None  # of a scan that carries the pools
     sliced: bool = False  # the pools are a slice of a larger array, as those of one layer
+    tokens_sliced: bool = False  # the new tokens are slices of one array, and a rotated q goes into one
+    scanned: bool = False  # over steps, whose tokens are slices and whose rotated queries are stacked
 
     def traceable(self) -> Traceable:
         tokens, heads, dims = (
@@ -154,11 +156,36 @@ class Append:
                 )
 
         function = call if self.steps is None else functools.partial(carried, call, self.steps)
+        if self.tokens_sliced:
+            function, news = functools.partial(of_one_array, call), jax.tree.map(stack_of_3, news)
+        if self.scanned:
+            function = functools.partial(over_steps, call)
+            news, slots = jax.tree.map(stack_of_3, (news, slots))
         if self.sliced:
             pools = shape((3, 2, *pools[0].shape), pools[0].dtype)
             function = functools.partial(of_a_layer, call)
             return Traceable(function, (pools, news, slots, scales))
         return Traceable(function, (pools, news, slots, scales), (0, 3), pools[0])
+
+
+def stack_of_3(x):
+    return shape((3, *x.shape), x.dtype)
+
+
+def of_one_array(append, pools, news, slots, scales):
+    """Append the middle of three; a rotated q goes back into the array that it comes from."""
+    *q, k_pages, v_pages = append(pools, jax.tree.map(lambda x: x[1], news), slots, scales)
+    return [news[0].at[1].set(q[0]) if q else None, k_pages, v_pages]
+
+
+def over_steps(append, pools, news, slots, scales):
+    """Append in a scan over steps that carries the pools and stacks rotated queries."""
+
+    def step(pools, new):
+        *q, k_pages, v_pages = append(pools, *new, scales)
+        return (k_pages, v_pages), q
+
+    return jax.lax.scan(step, tuple(pools), (news, slots))
 
 
 def of_a_layer(append, pools, news, slots, scales):
@@ -261,6 +288,8 @@ CALLS["append"] = (
     Append(head_dim=192, v_head_dim=128),
     Append(steps=4),
     Append(sliced=True),
+    Append(tokens_sliced=True),
+    Append(scanned=True),
 )
 CALLS["append, quantized"] = (
     Append(pool_dtype="float8_e4m3fn", scale="tensor"),
@@ -279,5 +308,8 @@ CALLS["append, rotated"] = (
     ),
     Append(40000, num_q_heads=8, num_kv_heads=2, head_dim=128, dtype="float32"),
     Append(num_q_heads=32, table=True),
+    Append(num_q_heads=32, tokens_sliced=True),
+    Append(num_q_heads=32, scanned=True),
+    Append(40000, num_q_heads=32, scanned=True),
 )
 CALLS["demo"] = (DemoStep(),)

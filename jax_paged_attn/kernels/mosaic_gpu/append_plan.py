@@ -11,10 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn.calls.append import Problem
 from jax_paged_attn.validation import check, check_positive_int
 
+from . import shared_memory
 from .equal_slots import EqualSlots
 from .integers import ceil_div, round_up
 from .layouts import f32
-from .shared_memory import RESERVED, swizzle_columns
+from .shared_memory import swizzle_columns
 from .token_rows import Registers, TokenRows
 
 i32 = jnp.int32
@@ -40,6 +41,7 @@ class Config:
 
     def __post_init__(self):
         check_positive_int("block_tokens", self.block_tokens)
+        object.__setattr__(self, "block_tokens", int(self.block_tokens))  # of numpy's integers
         check(
             self.block_tokens in BLOCK_TOKENS,
             "block_tokens",
@@ -205,7 +207,5 @@ def min_block_tokens(problem: Problem) -> int:
 
 
 def smem_bytes(plan: Plan) -> int:
-    """Shared memory of a thread block, from above: each array starts on a kilobyte."""
-    arrays = [ref for ref in plan.scratch_types().values() if hasattr(ref, "memory_space")]
-    sizes = (math.prod(ref.shape) * np.dtype(ref.dtype).itemsize for ref in arrays)
-    return RESERVED + sum(round_up(size, 1024) for size in sizes)
+    """Shared memory of a thread block."""
+    return shared_memory.total_bytes(plan.scratch_types())

@@ -7,9 +7,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.calls.attention import Operands, Problem
+from jax_paged_attn.dispatch import varying_axes
 
 from .config import default_config, rows_per_launch, usage, why_not
 from .decode_kernel import launch
@@ -46,6 +48,7 @@ def run(
         if plan.cuts_rows:
             results = merge(plan, results, interpret=params)
         launches.append((results["out"], results.get("lse")))
-    return (
-        launches[0] if len(launches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches)
-    )
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
+    # What a kernel makes counts as the same on all devices, which its operands may not be.
+    axes = varying_axes(operands)
+    return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), joined) if axes else joined

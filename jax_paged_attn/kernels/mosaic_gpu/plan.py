@@ -41,6 +41,7 @@ class Config:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             check_positive_int(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, int(getattr(self, field.name)))  # of numpy's integers
         expected = f"a multiple of {MMA_ROWS} up to {MAX_BLOCK_KV}"
         fits = self.block_kv % MMA_ROWS == 0 and self.block_kv <= MAX_BLOCK_KV
         check(fits, "block_kv", expected, repr(self.block_kv))

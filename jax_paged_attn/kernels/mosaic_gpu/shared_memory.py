@@ -1,4 +1,4 @@
-"""Shared memory and barriers of a thread block of the decode kernel."""
+"""Shared memory: its layout and size, and what a thread block of the decode kernel has of it."""
 
 import math
 from typing import Any
@@ -57,7 +57,12 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
 
 
 def smem_bytes(plan: Plan) -> int:
-    """Shared memory of a thread block, from above: each array starts on a kilobyte."""
-    arrays = [ref for ref in scratch_types(plan).values() if hasattr(ref, "memory_space")]
+    """Shared memory of a thread block of the decode kernel."""
+    return total_bytes(scratch_types(plan))
+
+
+def total_bytes(types: dict[str, Any]) -> int:
+    """Shared memory that scratch types take, from above: each array starts on a kilobyte."""
+    arrays = [ref for ref in types.values() if hasattr(ref, "memory_space")]
     sizes = (math.prod(ref.shape) * np.dtype(ref.dtype).itemsize for ref in arrays)
     return RESERVED + sum(round_up(size, 1024) for size in sizes)

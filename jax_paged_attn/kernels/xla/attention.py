@@ -98,15 +98,16 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         # Masked by selection: a weight of zero doesn't silence NaN in an unused slot.
         mask = valid[None] if tile_axes == "hbst" else valid[..., None]
         v = jnp.where(mask[..., None], v, jnp.zeros((), v.dtype))
-        weighted = weights
         if problem.v_scale == "token":
-            # Relative to the largest, so that small scales don't take weights below what 16 bits hold.
+            # Relative to the largest, so that small products don't fall below what 16 bits hold.
             scale = jnp.where(valid[:, :, None, None, :], tile_scale(v_scale, "token", index), 0.0)
-            largest = jnp.max(jnp.abs(scale), axis=-1, keepdims=True)
-            weighted = weights * (scale / jnp.where(largest == 0.0, 1.0, largest))
-        partial = multiply(f"bshgt,{tile_axes}e->bshge", weighted.astype(v.dtype), v)
-        if problem.v_scale == "token":
-            partial = partial * largest
+            weighted = weights * scale
+            largest = jnp.max(jnp.abs(weighted), axis=-1, keepdims=True)
+            largest = jnp.where(largest == 0.0, 1.0, largest)
+            weighted = (weighted / largest).astype(v.dtype)
+            partial = multiply(f"bshgt,{tile_axes}e->bshge", weighted, v) * largest
+        else:
+            partial = multiply(f"bshgt,{tile_axes}e->bshge", weights.astype(v.dtype), v)
         return new_peak, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + partial
 
     runs = (batch, num_splits, num_kv_heads, group_size)
@@ -120,7 +121,9 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     if v_scale is not None and problem.v_scale == "head":
-        out = out * v_scale[None, None, :, None, None]
+        # Selected: a row without keys gives 0 whatever the scale is.
+        scaled = out * v_scale[None, None, :, None, None]
+        out = jnp.where((total == 0.0)[..., None], 0.0, scaled)
     lse = peak + jnp.log(total)
     if num_splits > 1:
         out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
