@@ -137,7 +137,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="each configuration of the mosaic_gpu kernel; printed, not written",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.configs and arguments.implementation not in (None, "mosaic_gpu"):
+        parser.error("--configs are of mosaic_gpu")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

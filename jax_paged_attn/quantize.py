@@ -3,6 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from jax_paged_attn.validation import QUANTIZED_DTYPES
+
+
+def stored(x: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Turn x into what a pool of `dtype` keeps: quantized to a 1-byte type, else cast."""
+    return quantize(x, scale, dtype) if jnp.dtype(dtype).name in QUANTIZED_DTYPES else x.astype(dtype)
+
 
 def quantize(x: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round ``x * (1 / scale)`` to `dtype`, to nearest even; too large values saturate, infinite ones too.

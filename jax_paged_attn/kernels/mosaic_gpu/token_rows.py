@@ -10,8 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged_attn.quantize import quantize
-from jax_paged_attn.validation import QUANTIZED_DTYPES
+from jax_paged_attn.quantize import stored
 
 from .integers import round_up
 from .layouts import along_columns, along_rows, f32
@@ -165,11 +164,9 @@ class TokenRows:
 
 def convert(x: Any, scale: Any, dtype: Any) -> Any:
     """Round [rows, columns] to a pool's dtype; `scale` is None, a scalar or [rows]."""
-    if np.dtype(dtype).name not in QUANTIZED_DTYPES:
-        return x.astype(dtype)
     if scale is not None and scale.ndim == 1:
         scale = along_columns(scale, x.shape)
-    return quantize(x, scale, dtype)
+    return stored(x, scale, dtype)
 
 
 def rotate_halves(

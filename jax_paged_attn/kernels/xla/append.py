@@ -10,8 +10,7 @@ from jax_paged_attn import rope
 from jax_paged_attn.calls.append import Operands, Problem, Results
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
-from jax_paged_attn.quantize import quantize
-from jax_paged_attn.validation import QUANTIZED_DTYPES
+from jax_paged_attn.quantize import stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,8 @@ def run(problem: Problem, config: Config, operands: Operands) -> Results:
         q = rope.rotate(x.rotation.q, cos, sin, interleaved=interleaved)
         # Rounded once, to the pool's dtype.
         k_new = rope.rotate(k_new.astype(jnp.float32), cos, sin, interleaved=interleaved)
-    k_new = _stored(k_new, x.k_scale, problem.k_dtype)
-    v_new = _stored(v_new, x.v_scale, problem.v_dtype)
+    k_new = stored(k_new, _by_token_and_head(x.k_scale), problem.k_dtype)
+    v_new = stored(v_new, _by_token_and_head(x.v_scale), problem.v_dtype)
     # Skipped tokens get a page past the pool, which a scatter drops.
     page_size = problem.page_size
     kept = _last_of_equal(x.slots) & (x.slots >= 0) & (x.slots < problem.num_slots)
@@ -71,13 +70,11 @@ def run(problem: Problem, config: Config, operands: Operands) -> Results:
     )
 
 
-def _stored(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Convert new [num_tokens, num_kv_heads, head_dim] to a pool's dtype."""
-    if dtype.name not in QUANTIZED_DTYPES:
-        return new.astype(dtype)
-    if scale is not None:
-        scale = scale[..., None] if scale.ndim == 2 else scale[None, :, None]
-    return quantize(new, scale, dtype)
+def _by_token_and_head(scale: jax.Array | None) -> jax.Array | None:
+    """Scales of heads, the tensor or tokens, to broadcast to [num_tokens, num_kv_heads, head_dim]."""
+    if scale is None:
+        return None
+    return scale[..., None] if scale.ndim == 2 else scale[None, :, None]
 
 
 def _last_of_equal(slots: jax.Array) -> jax.Array:
