@@ -240,7 +240,7 @@ def append_kv(
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     scale_caches = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
     scales, scale_caches = (
-        {name: None if x is None else validation.as_array(name, x) for name, x in given.items()}
+        {name: validation.as_optional_array(name, x) for name, x in given.items()}
         for given in (scales, scale_caches)
     )
     kv_lens = validation.as_int32("kv_lens", kv_lens)
@@ -261,11 +261,10 @@ def append_kv(
     validation.check_shape("k_new", k_new, (*rows, num_new, num_kv_heads, k_cache.shape[-1]))
     validation.check_shape("v_new", v_new, (*rows, num_new, num_kv_heads, v_cache.shape[-1]))
     for name, scale in scales.items():
-        shapes = ((), (num_kv_heads,), k_new.shape[:-1])
-        ok, expected = scale is None or scale.shape in shapes, " or ".join(map(str, shapes))
-        validation.check(
-            ok, name, f"shape {expected}", f"shape {jnp.shape(scale)}" if scale is not None else ""
-        )
+        if scale is not None:
+            shapes = ((), (num_kv_heads,), k_new.shape[:-1])
+            expected = " or ".join(map(str, shapes))
+            validation.check(scale.shape in shapes, name, f"shape {expected}", f"shape {scale.shape}")
     for name, cache in scale_caches.items():
         if cache is not None:
             validation.check_shape(name, cache, k_cache.shape[:-1])
@@ -406,19 +405,16 @@ _CONTIGUOUS_NAMES = {name: name.replace("pages", "cache") for name in _PAGED_NAM
 def _as_operands(
     k_pages, v_pages, k_new, v_new, slots, k_scale, v_scale, k_scale_pages, v_scale_pages
 ) -> append.Operands:
-    def optional(name, value):
-        return None if value is None else validation.as_array(name, value)
-
     return append.Operands(
         validation.as_array("k_pages", k_pages),
         validation.as_array("v_pages", v_pages),
         validation.as_array("k_new", k_new),
         validation.as_array("v_new", v_new),
         validation.as_int32("slot_mapping", slots),
-        k_scale=optional("k_scale", k_scale),
-        v_scale=optional("v_scale", v_scale),
-        k_scale_pages=optional("k_scale_pages", k_scale_pages),
-        v_scale_pages=optional("v_scale_pages", v_scale_pages),
+        k_scale=validation.as_optional_array("k_scale", k_scale),
+        v_scale=validation.as_optional_array("v_scale", v_scale),
+        k_scale_pages=validation.as_optional_array("k_scale_pages", k_scale_pages),
+        v_scale_pages=validation.as_optional_array("v_scale_pages", v_scale_pages),
     )
 
 

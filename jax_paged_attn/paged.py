@@ -147,8 +147,8 @@ def attend(
     validation.check_bool("validate_values", validate_values)
     if kv_starts is not None:
         kv_starts = validation.as_int32("kv_starts", kv_starts)
-    k_scale = None if k_scale is None else validation.as_array("k_scale", k_scale)
-    v_scale = None if v_scale is None else validation.as_array("v_scale", v_scale)
+    k_scale = validation.as_optional_array("k_scale", k_scale)
+    v_scale = validation.as_optional_array("v_scale", v_scale)
     unbatched = q.ndim == 2
     if unbatched:
         validation.check(

@@ -81,6 +81,11 @@ def as_array(name: str, value: Any, expected: str = "an array") -> jax.Array:
         raise ValueError(f"{name}: expected {expected}, got {type(value).__name__}") from error
 
 
+def as_optional_array(name: str, value: Any) -> jax.Array | None:
+    """Convert an array-like to a `jax.Array`, and None to None."""
+    return None if value is None else as_array(name, value)
+
+
 def as_int32(name: str, value: Any) -> jax.Array:
     """Convert an integer array-like to int32; values outside its range are saturated, not wrapped."""
     if isinstance(value, jax.Array) and value.dtype == np.int32:

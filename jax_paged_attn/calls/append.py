@@ -227,13 +227,13 @@ def describe(operands: Operands, *, kv_layout: str, names: dict[str, str]) -> Pr
         k_dtype=np.dtype(x.k_pages.dtype),
         v_dtype=np.dtype(x.v_pages.dtype),
         kv_layout=kv_layout,
-        k_scale=_scale_kind("k", x, num_tokens, num_kv_heads, kv_layout, names),
-        v_scale=_scale_kind("v", x, num_tokens, num_kv_heads, kv_layout, names),
+        k_scale=_scale_kind("k", x, num_tokens, num_kv_heads, names),
+        v_scale=_scale_kind("v", x, num_tokens, num_kv_heads, names),
     )
 
 
 def _scale_kind(
-    name: str, operands: Operands, num_tokens: int, num_kv_heads: int, kv_layout: str, names: dict[str, str]
+    name: str, operands: Operands, num_tokens: int, num_kv_heads: int, names: dict[str, str]
 ) -> str | None:
     """Check the scale of keys ("k") or values ("v") and its pages; say what it belongs to."""
     scale_name, scale = f"{name}_scale", getattr(operands, f"{name}_scale")
