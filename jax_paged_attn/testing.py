@@ -87,7 +87,8 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
-_NOT_QUANTIZED = ("mosaic_gpu",)
+_MIXED = ("mosaic_gpu",)  # a quantized cache of keys beside another of values, or the other way round
+_TOKEN_SCALES = ("mosaic_gpu",)
 _E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
 _E5M2 = ("float8_e5m2", "float8_e5m2")
 _INT8 = ("int8", "int8")
@@ -176,24 +177,31 @@ CASES = (
     Case("many_rows", tuple(range(0, 160, 4)), num_q_heads=2, num_kv_heads=1, interpret=True),
     Case("many_rows_starts", (64,) * 40, 2, 1, kv_starts=tuple(range(0, 80, 2)), interpret=True),
     Case("many_short_rows", tuple(range(300)), num_q_heads=4, num_kv_heads=1),
-    Case("e4m3", cache_dtypes=_E4M3, refused_by=_NOT_QUANTIZED),
-    Case("e4m3_tensor", cache_dtypes=_E4M3, scale="tensor", refused_by=_NOT_QUANTIZED, newest=True),
-    Case("e4m3_head_float32", dtype="float32", cache_dtypes=_E4M3, scale="head", refused_by=_NOT_QUANTIZED),
-    Case("e4m3_token", cache_dtypes=_E4M3, scale="token", refused_by=_NOT_QUANTIZED, newest=True),
-    Case("e5m2_nhd", cache_dtypes=_E5M2, scale="token", kv_layout="NHD", refused_by=_NOT_QUANTIZED),
-    Case("e5m2_float16", dtype="float16", cache_dtypes=_E5M2, scale="tensor", refused_by=_NOT_QUANTIZED),
-    Case("int8_head", cache_dtypes=_INT8, scale="head", num_splits=3, refused_by=_NOT_QUANTIZED),
+    Case("e4m3", cache_dtypes=_E4M3, interpret=True),
+    Case("e4m3_tensor", cache_dtypes=_E4M3, scale="tensor", head_dim=128, interpret=True, newest=True),
+    Case("e4m3_head_float32", dtype="float32", cache_dtypes=_E4M3, scale="head", refused_by=_ONLY_16_BIT),
+    Case("e4m3_token", cache_dtypes=_E4M3, scale="token", refused_by=_TOKEN_SCALES, newest=True),
+    Case("e4m3_page_12", cache_dtypes=_E4M3, scale="head", page_size=12, head_dim=80, interpret=True),
+    Case("e4m3_page_1_nhd", cache_dtypes=_E4M3, page_size=1, kv_layout="NHD", head_dim=48, interpret=True),
+    Case("e4m3_page_544", (0, 64, 545), page_size=544, cache_dtypes=_E4M3, interpret=True),
+    Case("e4m3_group_71", (5, 200), 71, 1, cache_dtypes=_E4M3, scale="head", interpret=True),
+    Case("e4m3_head_dim_256", (3, 130), cache_dtypes=_E4M3, head_dim=256, interpret=True),
+    Case("e4m3_head_dim_24", cache_dtypes=_E4M3, head_dim=24, refused_by=_HEAD_DIMS_16_TO_256),
+    Case("e5m2_nhd", cache_dtypes=_E5M2, scale="token", kv_layout="NHD", refused_by=_TOKEN_SCALES),
+    Case("e5m2_float16", dtype="float16", cache_dtypes=_E5M2, scale="tensor", head_dim=192, interpret=True),
+    Case("e5m2_starts", (64, 131), cache_dtypes=_E5M2, v_head_dim=112, kv_starts=(16, 100), interpret=True),
+    Case("int8_head", cache_dtypes=_INT8, scale="head", num_splits=3, interpret=True),
     Case(
         "int8_hpnd",
         cache_dtypes=_INT8,
         scale="token",
         kv_layout="HPND",
-        refused_by=_NOT_QUANTIZED,
+        refused_by=_TOKEN_SCALES,
         newest=True,
     ),
-    Case("int8_float16", dtype="float16", cache_dtypes=_INT8, scale="token", refused_by=_NOT_QUANTIZED),
-    Case("k_e4m3_v_int8", cache_dtypes=("float8_e4m3fn", "int8"), scale="head", refused_by=_NOT_QUANTIZED),
-    Case("k_int8_v_bfloat16", cache_dtypes=("int8", "bfloat16"), refused_by=_NOT_QUANTIZED),
+    Case("int8_float16", dtype="float16", cache_dtypes=_INT8, scale="token", refused_by=_TOKEN_SCALES),
+    Case("k_e4m3_v_int8", cache_dtypes=("float8_e4m3fn", "int8"), scale="head", interpret=True),
+    Case("k_int8_v_bfloat16", cache_dtypes=("int8", "bfloat16"), refused_by=_MIXED),
     Case(
         "e4m3_contiguous",
         (1, 77, 0, 200),
@@ -201,8 +209,18 @@ CASES = (
         contiguous=True,
         cache_dtypes=_E4M3,
         scale="token",
-        refused_by=_NOT_QUANTIZED,
+        refused_by=_TOKEN_SCALES,
     ),
+    Case(
+        "e4m3_contiguous_head",
+        (1, 77, 0, 200),
+        page_size=200,
+        contiguous=True,
+        cache_dtypes=_E4M3,
+        scale="head",
+    ),
+    Case("e4m3_many_rows", tuple(range(300)), 4, 1, cache_dtypes=_E4M3, scale="head"),
+    Case("e4m3_long", (4092, 4096, 192, 8191), 32, 8, head_dim=128, cache_dtypes=_E4M3, scale="head"),
     Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
 )
 

@@ -17,7 +17,7 @@ from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, softmax
 from jax_paged_attn.kernels.mosaic_gpu.layouts import MMA_ROWS, MatrixUnit, along_rows, f32, full
 from jax_paged_attn.kernels.mosaic_gpu.page_loading import page_spec, window
 from jax_paged_attn.kernels.mosaic_gpu.rows import Row
-from jax_paged_attn.kernels.mosaic_gpu.shared_memory import shared_tile
+from jax_paged_attn.kernels.mosaic_gpu.shared_tile import SharedTile
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
 from jax_paged_attn.validation import LAYOUT_AXES
 
@@ -273,7 +273,11 @@ def test_the_matrix_unit_and_its_twin_agree(dtype, heads):
         plgpu.wait_smem_to_gmem(0)
 
     shape = (3, MMA_ROWS, heads)
-    scratch = [shared_tile(rhs.shape, dtype, depth), plgpu.SMEM(shape, f32), plgpu.Barrier()]
+    scratch = [
+        SharedTile.choose(dtype, depth, depth).scratch(rhs.shape[0]),
+        plgpu.SMEM(shape, f32),
+        plgpu.Barrier(),
+    ]
     out = run(body, jax.ShapeDtypeStruct(shape, f32), scratch, acc, lhs, rhs)
     column = jnp.arange(depth)
     row = jnp.broadcast_to(jnp.arange(MMA_ROWS, dtype=f32)[:, None], acc.shape)

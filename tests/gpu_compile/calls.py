@@ -53,6 +53,8 @@ class Attention:
     kv_starts: bool = False
     v_head_dim: int | None = None  # head_dim
     stacked: bool = False  # called in a scan, whose iterations' results are stacked
+    cache_dtype: str | None = None  # dtype
+    scale: str | None = None  # what the scales of a quantized cache belong to: "head"
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
 
     def traceable(self) -> Traceable:
@@ -62,9 +64,13 @@ class Attention:
             self.kv_layout, self.batch * pages_per_row, self.num_kv_heads, page_size, self.head_dim
         )
         q = shape((self.batch, self.num_q_heads, self.head_dim), self.dtype)
-        k, v = shape(cache, self.dtype), shape((*cache[:-1], self.v_head_dim or self.head_dim), self.dtype)
+        cache_dtype = self.cache_dtype or self.dtype
+        k, v = (
+            shape((*cache[:-1], dim), cache_dtype)
+            for dim in (self.head_dim, self.v_head_dim or self.head_dim)
+        )
+        scales = (shape((self.num_kv_heads,), jnp.float32) if self.scale else None,) * 2
         lens = shape((self.batch,), jnp.int32)
-        options = dict(self.options, kv_layout=self.kv_layout)
         function: Any = jax_paged_attn.paged_attention
         if self.page_size is None:
             function, where = jax_paged_attn.decode_attention, lens
@@ -72,11 +78,14 @@ class Attention:
             block_tables = shape((self.batch, pages_per_row), jnp.int32)
             where = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
 
-        def call(q, k, v, where, kv_starts, **more):
+        def call(q, k, v, where, kv_starts, scales, **more):
+            k_scale, v_scale = scales
+            options = dict(self.options, kv_layout=self.kv_layout, k_scale=k_scale, v_scale=v_scale)
             return function(q, k, v, where, kv_starts=kv_starts, **options, **more)
 
         return Traceable(
-            stacked(call) if self.stacked else call, (q, k, v, where, lens if self.kv_starts else None)
+            stacked(call) if self.stacked else call,
+            (q, k, v, where, lens if self.kv_starts else None, scales),
         )
 
 
@@ -276,6 +285,25 @@ CALLS["limits"] = (
     Attention(16, 16, 16, v_head_dim=256),
     Attention(*llama, batch=512, kv_starts=True),
     Attention(*llama, batch=2, options=(("num_splits", 32), ("return_lse", True))),
+)
+CALLS["quantized"] = (
+    *(
+        Attention(*llama, page_size=page_size, kv_layout=kv_layout, cache_dtype=dtype, scale=scale)
+        for page_size, kv_layout, dtype, scale in (
+            (16, "HND", "float8_e4m3fn", "head"),
+            (64, "NHD", "float8_e4m3fn", None),
+            (16, "NHD", "float8_e5m2", "head"),
+            (16, "HND", "int8", "head"),
+            (12, "HND", "int8", None),
+            (1, "NHD", "float8_e4m3fn", None),
+            (544, "HPND", "float8_e5m2", None),
+        )
+    ),
+    Attention(32, 2, 256, cache_dtype="int8", scale="head", options=(("return_lse", True),)),
+    Attention(71, 1, 64, cache_dtype="float8_e4m3fn", dtype="float16"),
+    Attention(9, 3, 64, cache_dtype="int8", page_size=None, scale="head"),
+    Attention(32, 8, 80, cache_dtype="float8_e4m3fn", v_head_dim=48, kv_starts=True),
+    Attention(16, 16, 16, v_head_dim=256, cache_dtype="float8_e5m2", options=(("num_splits", 4),)),
 )
 CALLS["append"] = (
     Append(),

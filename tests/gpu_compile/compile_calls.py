@@ -54,7 +54,8 @@ def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict
             launches[name] = int(smem_bytes)
         elif kind == "ptxas":
             text = report.read_text()
-            [(stores, loads)] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+            pattern = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+            [(stores, loads)] = re.findall(pattern, text)
             [registers] = re.findall(r"Used (\d+) registers", text)
             compiled[name] = {"registers": int(registers), "spilled": int(stores) + int(loads)}
     return launches, compiled

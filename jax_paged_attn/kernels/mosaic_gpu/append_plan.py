@@ -15,7 +15,7 @@ from . import shared_memory
 from .equal_slots import EqualSlots
 from .integers import ceil_div, round_up
 from .layouts import f32
-from .shared_memory import swizzle_columns
+from .shared_tile import swizzle_columns
 from .token_rows import Registers, TokenRows
 
 i32 = jnp.int32

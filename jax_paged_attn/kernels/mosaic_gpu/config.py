@@ -6,17 +6,23 @@ import math
 from jax_paged_attn.calls.attention import Problem
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
+from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 from .integers import ceil_div
+from .layouts import MMA_ROWS
 from .plan import MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-# Blocks a multiprocessor, and tiles in flight in each. On an H200 at head_dim 128 (32 KB a tile) more blocks,
-# more stages or larger tiles each lost 1 to 7%; at head_dim 64, 3 or 4 stages lost 1 to 2%.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+HEAD_DIM_BYTES = 16  # what copies move multiples of
+# Blocks a multiprocessor, tiles in flight in each, bytes of a tile of K and V. On an H200 more blocks, more
+# stages or larger tiles each lost 1 to 7% at head_dim 128; of 1-byte values smaller tiles, too.
 BLOCKS_PER_CORE = 2
 STAGES = 2
+TILE_BYTES = 32 * 1024
+MAX_DEFAULT_BLOCK_KV = 128  # pages of as many keys fill it as well
+MAX_DEFAULT_PAGES = 64  # of a tile, whose ids are in registers
 # Parts given up at most so that equal rows end where parts end (H200: 256 blocks for 264, 0.5 to 3% faster
 # where lengths are equal, 0.8% slower where they differ).
 PARTS_GIVEN_UP = 0.05
@@ -50,12 +56,16 @@ def why_not(problem: Problem, target: Target) -> str | None:
         return "needs static shapes"
     if problem.dtype.name not in DTYPES:
         return f"dtype {problem.dtype.name} unsupported; supported: {', '.join(DTYPES)}"
-    for name, dtype in (("k", problem.k_dtype), ("v", problem.v_dtype)):
-        if dtype != problem.dtype:
-            return f"{name} of dtype {dtype.name} under a query of {problem.dtype.name} unsupported"
+    dtypes = problem.k_dtype, problem.v_dtype
+    quantized = [dtype.name in QUANTIZED_DTYPES for dtype in dtypes]
+    if any(quantized) and not all(quantized):
+        return f"k of dtype {dtypes[0].name} beside v of {dtypes[1].name} unsupported"
+    if "token" in (problem.k_scale, problem.v_scale):
+        return "scales of tokens unsupported"
+    step = HEAD_DIM_BYTES // dtypes[0].itemsize
     for name, dim in (("head_dim", problem.head_dim), ("v's head_dim", problem.v_head_dim)):
-        if dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
-            supported = f"multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        if dim % step or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            supported = f"multiples of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return f"{name} {dim} unsupported; supported: {supported}"
     smallest = Config(num_stages=1)
     if problem.num_entries * problem.page_size >= 2**31 - smallest.block_kv:
@@ -68,6 +78,14 @@ def why_not(problem: Problem, target: Target) -> str | None:
     return None
 
 
+def _block_kv(problem: Problem) -> int:
+    """Keys of a tile of TILE_BYTES; the way to it and from it costs as much for fewer bytes."""
+    plan = Plan(problem, Config())
+    row_bytes = (plan.k_columns + plan.v_columns) * problem.k_dtype.itemsize
+    most = min(MAX_DEFAULT_BLOCK_KV, MAX_DEFAULT_PAGES * problem.page_size)
+    return max(min(TILE_BYTES // row_bytes, most) // MMA_ROWS * MMA_ROWS, MMA_ROWS)
+
+
 def default_config(problem: Problem, target: Target) -> Config:
     """The tiles, stages and parts that were fastest on an H200 for problems of this kind.
 
@@ -75,7 +93,11 @@ def default_config(problem: Problem, target: Target) -> Config:
     with `num_splits` a row's bits don't either.
     """
     problem = one_launch(problem)
-    plans = [Plan(problem, Config(num_stages=stages)) for stages in range(STAGES, 0, -1)]
+    plans = [
+        Plan(problem, Config(block_kv=block_kv, num_stages=stages))
+        for block_kv in (_block_kv(problem), MMA_ROWS)
+        for stages in range(STAGES, 0, -1)
+    ]
     plan = next(plan for plan in plans if smem_bytes(plan) <= target.smem_bytes)
     # A block may use all of a multiprocessor's shared memory but a kilobyte, which each block takes besides.
     per_core = min(BLOCKS_PER_CORE, (target.smem_bytes + 1024) // (smem_bytes(plan) + 1024))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import softmax
 from .integers import rem
-from .layouts import MatrixUnit, along_rows, f32, full
+from .layouts import along_rows, f32, full
 from .output import head_tile, store_output
 from .page_loading import TileLoader, entry_spec, page_spec
 from .plan import Plan
@@ -29,9 +29,16 @@ i32 = jnp.int32
 
 
 def launch(
-    plan: Plan, q: Any, k_pages: Any, v_pages: Any, table: Table, sm_scale: Any, *, interpret: Any
+    plan: Plan,
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    table: Table,
+    scales: dict[str, jax.Array],
+    *,
+    interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel.
+    """Launch the kernel; `scales` are "sm_scale" [1] and, where there are such, "k_scale", "v_scale" [heads].
 
     Returns
     -------
@@ -41,10 +48,10 @@ def launch(
         row. There is an entry a row, or a part (the row that goes on past its end), whichever are fewer.
     """
     p, tiling = plan.problem, plan.tiling
-    unit = MatrixUnit(p.dtype, interpret is not None)
+    unit = plan.operands(interpret=interpret is not None)
     block_kv, heads = plan.config.block_kv, plan.tile_heads
     table_arrays = table.arrays()
-    operands = [q, k_pages, v_pages, *table_arrays.values(), sm_scale.reshape(1)]
+    operands = [q, k_pages, v_pages, *table_arrays.values(), *scales.values()]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
@@ -55,11 +62,14 @@ def launch(
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
-        table_gmem = table._replace(**dict(zip(table_arrays, rest[:-1], strict=True)))
-        refs = dict(zip((f"{name}_gmem" for name in out_types), args[len(operands) :], strict=True)) | scratch
+        table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
+        names = [f"{name}_gmem" for name in (*scales, *out_types)]
+        refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, first_head, _ = head_tile(plan, head)
-        scale_log2 = rest[-1][0] * f32(softmax.LOG2_E)
+        scale_log2 = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
+        if "k_scale" in scales:
+            scale_log2 *= refs["k_scale_gmem"][kv_head]
 
         if plan.vector_rows:
             memory = (scratch["rows_smem"], scratch["sums_smem"], scratch["rows_ready"])
@@ -98,25 +108,25 @@ def launch(
                 valid &= position >= row.kv_start
             return valid if is_key is None else valid & is_key
 
-        def attend_tile(masked, tile, carry, q_regs, row):
+        def attend_tile(masked, tile, carry, queries, score_scale, row):
             acc, state, step, cursors = carry
             slot = rem(step, plan.config.num_stages)
             plgpu.barrier_wait(scratch["kv_ready"].at[slot])
-            k = plgpu.load(scratch["k_smem"].at[slot], layout=unit.lhs, optimized=False)
-            s = unit.dot(full((block_kv, heads), 0, unit.acc), k, q_regs) * scale_log2
+            k = unit.load_keys(scratch["k_smem"].at[slot])
+            s = unit.dot(full((block_kv, heads), 0, unit.acc), k, queries) * score_scale
             valid = None
             if masked:
                 key = plgpu.broadcasted_iota(i32, s.shape, 0, layout=unit.acc)
                 valid = valid_keys(row, tile, key)
-            state, probs, rescale = state.update(s, valid)
-            scratch["p_smem"][...] = probs.astype(p.dtype)
+            state, probs, rescale = state.update(s, valid, unit.headroom)
+            scratch["p_smem"][...] = probs.astype(unit.dtype)
             plgpu.commit_smem()
             probs = plgpu.load(scratch["p_smem"], layout=unit.rhs, optimized=False)
-            v = plgpu.load(scratch["v_smem"].at[slot].transpose((1, 0)), layout=unit.lhs, optimized=False)
+            v = unit.load_values(scratch["v_smem"].at[slot])
             if masked:  # unused slots may hold NaN, and 0 * NaN is NaN
                 key = plgpu.broadcasted_iota(i32, (block_kv,), 0, layout=unit.lhs.reduce(0))
                 valid = along_rows(valid_keys(row, tile, key), v.shape)
-                v = jnp.where(valid, v, full(v.shape, 0, unit.lhs, p.dtype))
+                v = jnp.where(valid, v, full(v.shape, 0, unit.lhs, unit.dtype))
             acc = unit.dot(acc * along_rows(rescale, acc.shape), v, probs)
             plgpu.commit_smem()  # everyone is done with the slot and with p_smem
             return acc, state, step + 1, loader.load(cursors)
@@ -136,7 +146,7 @@ def launch(
 
             @pl.when(whole)
             def _():
-                store_output(plan, row.index, head, acc, max_log2, weight_sum, refs)
+                store_output(plan, unit, row.index, head, acc, max_log2, weight_sum, refs)
 
             @pl.when(jnp.logical_not(whole))
             def _():
@@ -166,13 +176,14 @@ def launch(
             row = rows.row(b)
             end = jnp.minimum(begin + left, row.end_tile)
             plgpu.barrier_wait(scratch["q_ready"])
-            q_regs = plgpu.load(
-                scratch["q_smem"].at[q_slot].transpose((1, 0)), layout=unit.rhs, optimized=False
-            )
+            queries, factor = unit.load_queries(scratch["q_smem"].at[q_slot])
+            score_scale = scale_log2
+            if factor is not None:
+                score_scale = along_rows(factor * scale_log2, (block_kv, heads))
             pl.when(left > end - begin)(lambda: load_q(b + 1, 1 - q_slot))
 
             def attend(masked):
-                return lambda tile, c: attend_tile(masked, tile, c, q_regs, row)
+                return lambda tile, c: attend_tile(masked, tile, c, queries, score_scale, row)
 
             acc = full((plan.v_columns, heads), 0, unit.acc)
             c = (acc, softmax.State.empty((block_kv, heads), unit.acc), step, cursors)
@@ -192,7 +203,7 @@ def launch(
             if plan.cuts_rows:
                 store_piece_or_output(row, begin, end, left, acc, state.max_log2, weight_sum)
             else:
-                store_output(plan, b, head, acc, state.max_log2, weight_sum, refs)
+                store_output(plan, unit, b, head, acc, state.max_log2, weight_sum, refs)
             return left - (end - begin), b + 1, rows.row(b + 1).first_tile, step, 1 - q_slot, cursors
 
         lax.while_loop(

@@ -7,6 +7,7 @@ swizzled shared memory straight into the operand's registers.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,14 @@ TURNED = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 
+# The same for columns that `ByteOperands` has exchanged: lane 8 b + a of a row has column 2 a + b.
+TURNED_EXCHANGED = plgpu.Layout.TILED(
+    plgpu.Tiling(((MMA_COLUMNS, PIECE_ROWS), (MMA_COLUMNS // NUM_WARPS, PIECE_ROWS), (2,), (1,))),
+    warp_dims=(-6,),
+    lane_dims=(-4, -2, -3),
+    vector_dim=-1,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUnit:
@@ -47,6 +56,11 @@ class MatrixUnit:
 
     dtype: jnp.dtype
     interpret: bool
+
+    @property
+    def headroom(self) -> int:
+        """Log2 of the largest weight: the further up, the smaller are those that float16 takes for 0."""
+        return 15 if self.dtype == jnp.float16 else 0
 
     @property
     def lhs(self):
@@ -65,6 +79,26 @@ class MatrixUnit:
         if self.interpret:  # interpret mode has no rule for mma
             return acc + jnp.dot(lhs, rhs, preferred_element_type=f32)
         return plgpu.mma(acc, lhs, rhs)
+
+
+class Operands(MatrixUnit):
+    """What gets queries, keys and values of the unit's own dtype from shared memory into its registers."""
+
+    def load_queries(self, smem: Any) -> tuple[jax.Array, jax.Array | None]:
+        """[heads, columns] -> ([columns, heads], a factor [heads] that is left to scores, or None)."""
+        return plgpu.load(smem.transpose((1, 0)), layout=self.rhs, optimized=False), None
+
+    def load_keys(self, smem: Any) -> jax.Array:
+        """[keys, columns] -> the same."""
+        return plgpu.load(smem, layout=self.lhs, optimized=False)
+
+    def load_values(self, smem: Any) -> jax.Array:
+        """[keys, columns] -> [columns, keys]."""
+        return plgpu.load(smem.transpose((1, 0)), layout=self.lhs, optimized=False)
+
+    def in_order(self, turned: jax.Array) -> jax.Array:
+        """Give the columns of an output [heads, columns], in the layout `TURNED`, the cache's order."""
+        return turned
 
 
 def full(shape: tuple[int, ...], value, layout, dtype=f32) -> jax.Array:

@@ -15,7 +15,6 @@ from .integers import div
 from .layouts import PIECE, along_rows, f32, full
 from .output import store_output
 from .plan import Plan
-from .shared_memory import shared_tile
 
 i32 = jnp.int32
 # Pieces read at once, as their latency is what this kernel waits for, within 64 registers a thread.
@@ -29,7 +28,9 @@ def pieces_at_once(plan: Plan) -> int:
     return min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // values)
 
 
-def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[str, jax.Array]:
+def merge(
+    plan: Plan, results: dict[str, jax.Array], v_scale: jax.Array | None, *, interpret: Any
+) -> dict[str, jax.Array]:
     """Write the cut rows into `results`' "out" (and "lse"), which keep the other rows; -> these alone.
 
     Block (entry, head, slice) merges a slice of head_dim of one cut row.
@@ -38,9 +39,11 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
     heads, columns = plan.tile_heads, plan.v_columns // plan.merge_slices
     at_once = pieces_at_once(plan)
     names = ["out"] + (["lse"] if p.return_lse else [])
+    scales = {} if v_scale is None else {"v_scale": v_scale}
+    unit = plan.operands(interpret=interpret is not None)
 
-    def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *outs, **scratch):
-        refs = dict(zip((f"{name}_gmem" for name in names), outs, strict=True)) | scratch
+    def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *rest, **scratch):
+        refs = dict(zip((f"{name}_gmem" for name in (*scales, *names)), rest, strict=True)) | scratch
         entry, head = lax.axis_index("entry"), lax.axis_index("head")
         first_column = lax.axis_index("slice") * columns
         followers = cut_rows_gmem[entry, 0]
@@ -82,12 +85,12 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
             )
             acc, max_log2, weight_sum = lax.fori_loop(0, div(followers + at_once, at_once), combine, carry)
             sliced = first_column if plan.merge_slices > 1 else None
-            store_output(plan, row, head, acc, max_log2, weight_sum, refs, sliced)
+            store_output(plan, unit, row, head, acc, max_log2, weight_sum, refs, sliced)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {
         "acc_smem": plgpu.SMEM((columns, heads), f32),
-        "out_smem": shared_tile((heads, columns), p.dtype, p.v_head_dim),
+        "out_smem": plan.out_tile(columns).scratch(heads),
         "stats_smem": plgpu.SMEM((2, heads), f32),
     }
     outs = [jax.new_ref(results[name]) for name in names]
@@ -100,7 +103,7 @@ def merge(plan: Plan, results: dict[str, jax.Array], *, interpret: Any) -> dict[
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_merge",
         interpret=interpret,
-    )(results["acc"], results["max_sum"], results["cut_rows"], *outs)
+    )(results["acc"], results["max_sum"], results["cut_rows"], *scales.values(), *outs)
     # In a loop that stacks its results, XLA (jax 0.11.2, 0.12.0) would fuse this kernel with the stack's
     # update, let it write there, and lose the rows that it leaves alone.
     merged = lax.optimization_barrier([jax.freeze(ref) for ref in outs])

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import softmax
 from .integers import div, rem
-from .layouts import TURNED, along_rows, f32
+from .layouts import TURNED, Operands, along_rows, f32
 from .plan import Plan
 
 
@@ -34,6 +34,7 @@ def _for_valid_heads(plan: Plan, tile, store) -> None:
 
 def store_output(
     plan: Plan,
+    unit: Operands,
     b: Any,
     head: Any,
     acc: jax.Array,
@@ -44,21 +45,25 @@ def store_output(
 ) -> None:
     """Write row `b` of `head`'s tile: its output and its lse.
 
-    `acc` [columns, heads] is not yet divided by `weight_sum` [heads]. It has the columns from `first_column`
-    on, or all of them without it.
+    `acc` [columns, heads] is not yet divided by `weight_sum` [heads], nor multiplied by a scale of V. It has
+    the columns from `first_column` on, or all of them without it.
     """
-    _, first_head, tile = head_tile(plan, head)
+    kv_head, first_head, tile = head_tile(plan, head)
     acc_smem, out_smem, stats_smem = refs["acc_smem"], refs["out_smem"], refs["stats_smem"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     empty = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
     weight_sum = jnp.where(empty, f32(1), weight_sum)
-    acc_smem[...] = acc * along_rows(1.0 / weight_sum, acc.shape)
+    factor = 1.0 / weight_sum
+    if plan.problem.v_scale is not None:
+        # A row without keys gives 0 whatever the scale is.
+        factor *= jnp.where(empty, f32(1), refs["v_scale_gmem"][kv_head])
+    acc_smem[...] = acc * along_rows(factor, acc.shape)
     if plan.problem.return_lse:
         lse = (max_log2 + jnp.log2(weight_sum)) * f32(softmax.LN_2)
         stats_smem[0] = jnp.where(empty, f32(-np.inf), lse)
     plgpu.commit_smem()
     turned = plgpu.load(acc_smem.transpose((1, 0)), layout=TURNED, optimized=False)
-    out_smem[...] = turned.astype(plan.problem.dtype)
+    out_smem[...] = unit.in_order(turned).astype(plan.problem.dtype)
     plgpu.commit_smem()
 
     def store(count: int):

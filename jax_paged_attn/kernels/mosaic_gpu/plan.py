@@ -1,16 +1,22 @@
 """The static side of a launch: the configuration, and what follows from it and from the problem."""
 
 import dataclasses
+import math
+
+import numpy as np
 
 from jax_paged_attn.calls.attention import Problem
 from jax_paged_attn.validation import check, check_positive_int
 
+from .byte_operands import ByteOperands
 from .integers import ceil_div, round_up
-from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS
+from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS, Operands
 from .schedule import Schedule
+from .shared_tile import SharedTile
 from .tiling import Tiling
 
-MAX_TILE_HEADS = 16  # query heads of a tile: more do not leave registers for q and the output
+MAX_TILE_HEADS = 16  # query heads of a tile
+MAX_WIDE_COLUMNS = 384  # of K and V together, of which a tile of 1-byte values can have so many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
 MAX_SCALAR_ROWS = 32
@@ -57,19 +63,61 @@ class Plan:
 
     @property
     def tiling(self) -> Tiling:
+        row_bytes = math.gcd(self.k_columns, self.v_columns) * self.problem.k_dtype.itemsize
+        return Tiling.choose(self.problem.page_size, self.config.block_kv, row_bytes)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache is of 1-byte values, which get to the matrix unit as float16."""
+        return self.problem.k_dtype.itemsize == 1
+
+    @property
+    def operand_dtype(self) -> np.dtype:
+        """What the matrix unit multiplies."""
+        return np.dtype(np.float16) if self.quantized else self.problem.dtype
+
+    @property
+    def k_tile(self) -> SharedTile:
+        """Rows of K in shared memory."""
         p = self.problem
-        # Rows of V fill multiples of 128 bytes by themselves.
-        return Tiling.choose(p.page_size, self.config.block_kv, self.k_columns * p.dtype.itemsize)
+        return SharedTile.choose(p.k_dtype, self.k_columns, p.head_dim, swizzled=self.tiling.swizzled)
+
+    @property
+    def v_tile(self) -> SharedTile:
+        """Rows of V in shared memory."""
+        p = self.problem
+        return SharedTile.choose(p.v_dtype, self.v_columns, p.v_head_dim, swizzled=self.tiling.swizzled)
+
+    @property
+    def q_tile(self) -> SharedTile:
+        """Query heads in shared memory."""
+        return SharedTile.choose(self.problem.dtype, self.k_columns, self.problem.head_dim)
+
+    def out_tile(self, columns: int) -> SharedTile:
+        """Output rows, or slices of them, in shared memory."""
+        return SharedTile.choose(self.problem.dtype, columns, self.problem.v_head_dim)
+
+    def operands(self, *, interpret: bool) -> Operands:
+        """How queries, keys and values get to the matrix unit."""
+        if self.quantized:
+            return ByteOperands(self.operand_dtype, interpret, self.q_tile, self.k_tile, self.v_tile)
+        return Operands(self.operand_dtype, interpret)
 
     @property
     def head_groups(self) -> int:
         """Tiles that a kv head's query heads take; each reads the cache again, mostly from L2."""
-        return ceil_div(self.problem.group_size, MAX_TILE_HEADS)
+        return ceil_div(self.problem.group_size, self.max_tile_heads)
 
     @property
     def tile_heads(self) -> int:
         """Query heads of a tile, padded to the matrix unit's step."""
-        return min(round_up(self.problem.group_size, MMA_COLUMNS), MAX_TILE_HEADS)
+        return min(round_up(self.problem.group_size, MMA_COLUMNS), self.max_tile_heads)
+
+    @property
+    def max_tile_heads(self) -> int:
+        """More query heads than these do not leave registers for q, the output and what comes of bytes."""
+        wide = self.k_columns + self.v_columns > MAX_WIDE_COLUMNS
+        return MAX_TILE_HEADS // 2 if self.quantized and wide else MAX_TILE_HEADS
 
     @property
     def heads(self) -> int:

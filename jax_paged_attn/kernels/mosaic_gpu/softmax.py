@@ -19,7 +19,9 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 class State(NamedTuple):
-    """What a row has seen: its greatest score, and the sum of its weights, not yet summed over a tile's keys.
+    """What a row has seen: its greatest score, less the headroom of its weights, and the sum of its weights.
+
+    The sum is not yet one over a tile's keys:
 
     `max_log2` is [heads], `weights` [block_kv, heads].
     """
@@ -31,11 +33,16 @@ class State(NamedTuple):
     def empty(cls, shape: tuple[int, int], layout) -> "State":
         return cls(full(shape[1:], LOWEST, layout.reduce(0)), full(shape, 0.0, layout))
 
-    def update(self, scores_log2: jax.Array, valid: jax.Array | None) -> tuple["State", jax.Array, jax.Array]:
-        """-> (new state, the tile's weights, the factor [heads] of all that was summed before)."""
+    def update(
+        self, scores_log2: jax.Array, valid: jax.Array | None, headroom: int
+    ) -> tuple["State", jax.Array, jax.Array]:
+        """-> (new state, the tile's weights, the factor [heads] of all that was summed before).
+
+        Weights are at most 2**headroom.
+        """
         if valid is not None:
             scores_log2 = jnp.where(valid, scores_log2, f32(LOWEST))
-        max_log2 = jnp.maximum(self.max_log2, scores_log2.max(axis=0))
+        max_log2 = jnp.maximum(self.max_log2, scores_log2.max(axis=0) - f32(headroom))
         rescale = jnp.exp2(self.max_log2 - max_log2)
         p = jnp.exp2(scores_log2 - along_rows(max_log2, scores_log2.shape))
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -14,7 +13,7 @@ from jax_paged_attn.quantize import stored
 
 from .integers import round_up
 from .layouts import along_columns, along_rows, f32
-from .shared_memory import shared_tile
+from .shared_tile import SharedTile
 
 COPY_ROWS = 256  # rows of one copy at most
 SMEM_ALIGNMENT = 128  # bytes, of where a copy begins in shared memory
@@ -121,7 +120,7 @@ class TokenRows:
         return dataclasses.replace(self, pitch=round_up(self.pitch, step))
 
     def scratch(self, dtype: Any) -> Any:
-        return shared_tile((self.tokens * self.pitch, self.columns), np.dtype(dtype), self.width)
+        return SharedTile.choose(dtype, self.columns, self.width).scratch(self.tokens * self.pitch)
 
     def of(self, smem: Any, token: Any, first_column: int = 0, columns: int | None = None) -> Any:
         """A token's rows, padding included, or a slice of their columns."""
