@@ -88,7 +88,6 @@ _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
 _MIXED = ("mosaic_gpu",)  # a quantized cache of keys beside another of values, or the other way round
-_TOKEN_SCALES = ("mosaic_gpu",)
 _E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
 _E5M2 = ("float8_e5m2", "float8_e5m2")
 _INT8 = ("int8", "int8")
@@ -180,14 +179,20 @@ CASES = (
     Case("e4m3", cache_dtypes=_E4M3, interpret=True),
     Case("e4m3_tensor", cache_dtypes=_E4M3, scale="tensor", head_dim=128, interpret=True, newest=True),
     Case("e4m3_head_float32", dtype="float32", cache_dtypes=_E4M3, scale="head", refused_by=_ONLY_16_BIT),
-    Case("e4m3_token", cache_dtypes=_E4M3, scale="token", refused_by=_TOKEN_SCALES, newest=True),
+    Case("e4m3_token", cache_dtypes=_E4M3, scale="token", interpret=True, newest=True),
+    Case(
+        "e4m3_token_page_12", cache_dtypes=_E4M3, scale="token", page_size=12, kv_layout="NHD", interpret=True
+    ),
+    Case(
+        "int8_token_page_100", (0, 101, 350), cache_dtypes=_INT8, scale="token", page_size=100, interpret=True
+    ),
     Case("e4m3_page_12", cache_dtypes=_E4M3, scale="head", page_size=12, head_dim=80, interpret=True),
     Case("e4m3_page_1_nhd", cache_dtypes=_E4M3, page_size=1, kv_layout="NHD", head_dim=48, interpret=True),
     Case("e4m3_page_544", (0, 64, 545), page_size=544, cache_dtypes=_E4M3, interpret=True),
     Case("e4m3_group_71", (5, 200), 71, 1, cache_dtypes=_E4M3, scale="head", interpret=True),
     Case("e4m3_head_dim_256", (3, 130), cache_dtypes=_E4M3, head_dim=256, interpret=True),
     Case("e4m3_head_dim_24", cache_dtypes=_E4M3, head_dim=24, refused_by=_HEAD_DIMS_16_TO_256),
-    Case("e5m2_nhd", cache_dtypes=_E5M2, scale="token", kv_layout="NHD", refused_by=_TOKEN_SCALES),
+    Case("e5m2_nhd", cache_dtypes=_E5M2, scale="token", kv_layout="NHD", interpret=True),
     Case("e5m2_float16", dtype="float16", cache_dtypes=_E5M2, scale="tensor", head_dim=192, interpret=True),
     Case("e5m2_starts", (64, 131), cache_dtypes=_E5M2, v_head_dim=112, kv_starts=(16, 100), interpret=True),
     Case("int8_head", cache_dtypes=_INT8, scale="head", num_splits=3, interpret=True),
@@ -196,10 +201,10 @@ CASES = (
         cache_dtypes=_INT8,
         scale="token",
         kv_layout="HPND",
-        refused_by=_TOKEN_SCALES,
+        interpret=True,
         newest=True,
     ),
-    Case("int8_float16", dtype="float16", cache_dtypes=_INT8, scale="token", refused_by=_TOKEN_SCALES),
+    Case("int8_float16", dtype="float16", cache_dtypes=_INT8, scale="token"),
     Case("k_e4m3_v_int8", cache_dtypes=("float8_e4m3fn", "int8"), scale="head", interpret=True),
     Case("k_int8_v_bfloat16", cache_dtypes=("int8", "bfloat16"), refused_by=_MIXED),
     Case(
@@ -209,7 +214,7 @@ CASES = (
         contiguous=True,
         cache_dtypes=_E4M3,
         scale="token",
-        refused_by=_TOKEN_SCALES,
+        interpret=True,
     ),
     Case(
         "e4m3_contiguous_head",

@@ -27,8 +27,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
     q, k_pages, v_pages, page_table, kv_starts, sm_scale, k_scale, v_scale = operands
-    scales = {"sm_scale": sm_scale.reshape(1), "k_scale": k_scale, "v_scale": v_scale}
-    scales = {name: scale for name, scale in scales.items() if scale is not None}
+    scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales = {name: scale.reshape(-1) for name, scale in scales.items() if scale is not None}
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     launches = []
     step = rows_per_launch(problem)
@@ -48,7 +48,7 @@ def run(
         plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
         results = launch(plan, q[rows], k_pages, v_pages, table, scales, interpret=params)
         if plan.cuts_rows:
-            results = merge(plan, results, v_scale, interpret=params)
+            results = merge(plan, results, scales, interpret=params)
         launches.append((results["out"], results.get("lse")))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
     # What a kernel makes counts as the same on all devices, which its operands may not be.

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from .inline import asm, i32, int32
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, f32
 from .shared_tile import SWIZZLE_ROWS, SharedTile
 
@@ -95,29 +96,33 @@ class ByteOperands(Operands):
     def _load_queries(self, ref: Any, heads: int, columns: int) -> tuple[Any, Any]:
         """Lane 4 n + t has the columns 4 t to 4 t + 3 of each chunk of head n."""
         lane, _ = _lane_and_warp()
-        quad, base = arith.remui(lane, _i32(4)), utils.memref_ptr(ref)
+        quad, base = arith.remui(lane, i32(4)), utils.memref_ptr(ref)
         operands, powers = [], []
         for tile in range(heads // MMA_COLUMNS):
-            head = arith.addi(arith.divui(lane, _i32(4)), _i32(tile * MMA_COLUMNS))
+            head = arith.addi(arith.divui(lane, i32(4)), i32(tile * MMA_COLUMNS))
             values = []
             for first in range(0, columns, CHUNK):
-                column = arith.addi(arith.muli(quad, _i32(4)), _i32(first))
-                at = arith.muli(arith.addi(arith.muli(head, _i32(columns)), column), _i32(2))
+                column = arith.addi(arith.muli(quad, i32(4)), i32(first))
+                at = arith.muli(arith.addi(arith.muli(head, i32(columns)), column), i32(2))
                 values += _load_floats(base, at, self.q.dtype)
             largest = values[0]
             for i, value in enumerate(values):
-                magnitude = _bits(arith.andi(_bits(value, _int32()), _i32(0x7FFFFFFF)), ir.F32Type.get())
+                magnitude = utils.bitcast(
+                    arith.andi(utils.bitcast(value, int32()), i32(0x7FFFFFFF)), ir.F32Type.get()
+                )
                 largest = magnitude if i == 0 else arith.maximumf(largest, magnitude)
             for distance in (1, 2):
                 largest = arith.maximumf(largest, utils.shfl_bfly(largest, distance))
-            power = arith.andi(_bits(largest, _int32()), _i32(EXPONENT))
-            power = arith.minsi(arith.maxsi(power, _i32(MIN_POWER)), _i32(MAX_POWER))
-            inverse = _bits(arith.subi(_i32(RECIPROCAL), power), ir.F32Type.get())
+            power = arith.andi(utils.bitcast(largest, int32()), i32(EXPONENT))
+            power = arith.minsi(arith.maxsi(power, i32(MIN_POWER)), i32(MAX_POWER))
+            inverse = utils.bitcast(arith.subi(i32(RECIPROCAL), power), ir.F32Type.get())
             values = [arith.mulf(value, inverse) for value in values]
             operands.append([_pack_f16(*pair) for pair in zip(values[::2], values[1::2], strict=True)])
             # Scores of heads 2 t and 2 t + 1 lie in lanes t, t + 4, ..
             pair = [
-                _bits(_from_lane(power, arith.addi(arith.muli(quad, _i32(8)), _i32(4 * i))), ir.F32Type.get())
+                utils.bitcast(
+                    _from_lane(power, arith.addi(arith.muli(quad, i32(8)), i32(4 * i))), ir.F32Type.get()
+                )
                 for i in range(2)
             ]
             powers.append(vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair))
@@ -129,18 +134,18 @@ class ByteOperands(Operands):
 
     def _load_keys(self, ref: Any, keys: int, columns: int) -> Any:
         lane, warp = _lane_and_warp()
-        matrix, row = arith.divui(lane, _i32(8)), arith.remui(lane, _i32(8))
+        matrix, row = arith.divui(lane, i32(8)), arith.remui(lane, i32(8))
         chunks = columns // CHUNK
         registers = np.empty((keys // MMA_ROWS, chunks, 2, 2), object)
-        row = arith.addi(row, arith.muli(arith.remui(matrix, _i32(2)), _i32(8)))
-        row = arith.addi(row, arith.muli(warp, _i32(MMA_ROWS // NUM_WARPS)))
+        row = arith.addi(row, arith.muli(arith.remui(matrix, i32(2)), i32(8)))
+        row = arith.addi(row, arith.muli(warp, i32(MMA_ROWS // NUM_WARPS)))
         for tile in range(keys // MMA_ROWS):
             for chunk in range(0, chunks, 2):
                 # The last of an odd number comes twice.
-                second = _i32(min(chunk + 1, chunks - 1) - chunk)
-                at = arith.addi(_i32(chunk), arith.muli(arith.divui(matrix, _i32(2)), second))
-                column = arith.muli(at, _i32(CHUNK))
-                offset = _offset(self.k, arith.addi(row, _i32(tile * MMA_ROWS)), column)
+                second = i32(min(chunk + 1, chunks - 1) - chunk)
+                at = arith.addi(i32(chunk), arith.muli(arith.divui(matrix, i32(2)), second))
+                column = arith.muli(at, i32(CHUNK))
+                offset = _offset(self.k, arith.addi(row, i32(tile * MMA_ROWS)), column)
                 words = _load_matrices(ref, offset, transposed=False)
                 for i, word in enumerate(words):
                     if chunk + i // 2 < chunks:
@@ -152,9 +157,9 @@ class ByteOperands(Operands):
         lane, warp = _lane_and_warp()
         registers = np.empty((columns // MMA_ROWS, keys // CHUNK, 2, 2), object)
         for tile in range(columns // MMA_ROWS):
-            column = arith.addi(arith.muli(warp, _i32(CHUNK)), _i32(tile * MMA_ROWS))
+            column = arith.addi(arith.muli(warp, i32(CHUNK)), i32(tile * MMA_ROWS))
             for key in range(0, keys, 8 * MATRICES):
-                offset = _offset(self.v, arith.addi(lane, _i32(key)), column)
+                offset = _offset(self.v, arith.addi(lane, i32(key)), column)
                 words = _load_matrices(ref, offset, transposed=True)
                 for i, word in enumerate(words):
                     pairs = _to_f16(word, self.v.dtype, EVERY_OTHER)
@@ -168,32 +173,20 @@ def _exchange(x: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
     return chunks.swapaxes(-3, -2).reshape(x.shape)
 
 
-def _int32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _i32(value: int) -> ir.Value:
-    return utils.c(value, _int32())
-
-
-def _bits(value: ir.Value, to: ir.Type) -> ir.Value:
-    return utils.bitcast(value, to)
-
-
 def _offset(tile: SharedTile, row: ir.Value, column: ir.Value) -> ir.Value:
     """Where 16 bytes of a row begin."""
     rows = SWIZZLE_ROWS if tile.swizzled else 1
-    piece = arith.divui(column, _i32(tile.width))
-    pieces = arith.muli(arith.divui(row, _i32(rows)), _i32(tile.columns // tile.width))
+    piece = arith.divui(column, i32(tile.width))
+    pieces = arith.muli(arith.divui(row, i32(rows)), i32(tile.columns // tile.width))
     in_piece = arith.addi(
-        arith.muli(arith.remui(row, _i32(rows)), _i32(tile.width)), arith.remui(column, _i32(tile.width))
+        arith.muli(arith.remui(row, i32(rows)), i32(tile.width)), arith.remui(column, i32(tile.width))
     )
-    offset = arith.addi(arith.muli(arith.addi(pieces, piece), _i32(rows * tile.width)), in_piece)
+    offset = arith.addi(arith.muli(arith.addi(pieces, piece), i32(rows * tile.width)), in_piece)
     if len(tile.transforms) == 1:
         return offset
     # Swizzled, the 16 bytes change places by the 128 bytes that they lie in.
-    line = arith.remui(arith.divui(offset, _i32(128)), _i32(tile.width // CHUNK))
-    return arith.xori(offset, arith.muli(line, _i32(CHUNK)))
+    line = arith.remui(arith.divui(offset, i32(128)), i32(tile.width // CHUNK))
+    return arith.xori(offset, arith.muli(line, i32(CHUNK)))
 
 
 def _array(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
@@ -209,33 +202,23 @@ def _moved(registers: np.ndarray) -> np.ndarray:
     single = ir.F32Type.get()
     moved = np.empty_like(registers)
     for at, register in np.ndenumerate(registers):
-        [value] = _asm([single], "mov.b32 $0, $1;", "=f,f", [vector.extract(register, [], [0])])
+        [value] = asm([single], "mov.b32 $0, $1;", "=f,f", [vector.extract(register, [], [0])])
         moved[at] = vector.from_elements(register.type, [value])
     return moved
 
 
 def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
     thread = utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, _i32(LANES)), _i32(NUM_WARPS))
-    return arith.remui(thread, _i32(LANES)), warp
-
-
-def _asm(
-    results: list[ir.Type], code: str, constraints: str, operands: list[ir.Value], **kwargs: Any
-) -> list[Any]:
-    """PTX; gives the list of its results."""
-    if len(results) == 1:
-        return [llvm.inline_asm(results[0], operands, code, constraints, **kwargs)]
-    struct = llvm.inline_asm(llvm.StructType.get_literal(results), operands, code, constraints, **kwargs)
-    return [llvm.extractvalue(result, struct, [i]) for i, result in enumerate(results)]
+    warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
+    return arith.remui(thread, i32(LANES)), warp
 
 
 def _load_matrices(ref: ir.Value, offset: ir.Value, *, transposed: bool) -> list[ir.Value]:
     """Four matrices of 8 x 8 pairs of bytes; lane l gives the place of row l % 8 of matrix l / 8."""
-    address = arith.addi(llvm.ptrtoint(_int32(), utils.memref_ptr(ref)), offset)
+    address = arith.addi(llvm.ptrtoint(int32(), utils.memref_ptr(ref)), offset)
     trans = ".trans" if transposed else ""
-    return _asm(
-        [_int32()] * MATRICES,
+    return asm(
+        [int32()] * MATRICES,
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
         "=r,=r,=r,=r,r,~{memory}",
         [address],
@@ -255,13 +238,13 @@ def _load_floats(base: ir.Value, offset: ir.Value, dtype: Any) -> list[ir.Value]
 
 
 def _pack_f16(low: ir.Value, high: ir.Value) -> ir.Value:
-    [pair] = _asm([_int32()], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high])
-    return _bits(pair, ir.VectorType.get((2,), ir.F16Type.get()))
+    [pair] = asm([int32()], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high])
+    return utils.bitcast(pair, ir.VectorType.get((2,), ir.F16Type.get()))
 
 
 def _from_lane(value: ir.Value, lane: ir.Value) -> ir.Value:
-    [found] = _asm(
-        [_int32()],
+    [found] = asm(
+        [int32()],
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
         "=r,r,r",
         [value, lane],
@@ -273,7 +256,7 @@ def _from_lane(value: ir.Value, lane: ir.Value) -> ir.Value:
 def _permute(a: ir.Value, b: ir.Value, source_bytes: tuple[int, int, int, int]) -> ir.Value:
     """The word of these bytes, lowest first, of the 8 of a and b."""
     selector = sum(source << (4 * i) for i, source in enumerate(source_bytes))
-    [word] = _asm([_int32()], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", [a, b])
+    [word] = asm([int32()], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", [a, b])
     return word
 
 
@@ -287,14 +270,14 @@ def _to_f16(word: ir.Value, dtype: Any, pairs: tuple[tuple[int, int], ...]) -> l
                 word = _permute(word, word, (a, b, c, d))
             code = "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
             code += " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}"
-            return [_bits(x, pair) for x in _asm([_int32()] * 2, code, "=r,=r,r", [word])]
+            return [utils.bitcast(x, pair) for x in asm([int32()] * 2, code, "=r,=r,r", [word])]
         case "float8_e5m2":  # the upper half of float16
-            return [_bits(_permute(word, _i32(0), (4, a, 4, b)), pair) for a, b in pairs]
+            return [utils.bitcast(_permute(word, i32(0), (4, a, 4, b)), pair) for a, b in pairs]
         case "int8":  # 0x64 over a byte x + 128 is the float16 of 1024 + 128 + x
-            word = arith.xori(word, utils.c(-0x7F7F7F80, _int32()))
+            word = arith.xori(word, utils.c(-0x7F7F7F80, int32()))
             offset = vector.broadcast(pair, utils.c(1152.0, ir.F16Type.get()))
             return [
-                arith.subf(_bits(_permute(word, _i32(0x64646464), (a, 4, b, 4)), pair), offset)
+                arith.subf(utils.bitcast(_permute(word, i32(0x64646464), (a, 4, b, 4)), pair), offset)
                 for a, b in pairs
             ]
     raise AssertionError(dtype)

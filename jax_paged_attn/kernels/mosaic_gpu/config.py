@@ -60,8 +60,6 @@ def why_not(problem: Problem, target: Target) -> str | None:
     quantized = [dtype.name in QUANTIZED_DTYPES for dtype in dtypes]
     if any(quantized) and not all(quantized):
         return f"k of dtype {dtypes[0].name} beside v of {dtypes[1].name} unsupported"
-    if "token" in (problem.k_scale, problem.v_scale):
-        return "scales of tokens unsupported"
     step = HEAD_DIM_BYTES // dtypes[0].itemsize
     for name, dim in (("head_dim", problem.head_dim), ("v's head_dim", problem.v_head_dim)):
         if dim % step or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
@@ -70,6 +68,9 @@ def why_not(problem: Problem, target: Target) -> str | None:
     smallest = Config(num_stages=1)
     if problem.num_entries * problem.page_size >= 2**31 - smallest.block_kv:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
+    num_scales = problem.num_pages * problem.page_size * problem.num_kv_heads
+    if "token" in (problem.k_scale, problem.v_scale) and num_scales >= 2**31:
+        return f"{num_scales} scales of tokens: 2**31 or more"
     if Plan(one_launch(problem), smallest).schedule.parts > MAX_PARTS:
         return f"num_splits {problem.num_splits} unsupported: a grid has at most {MAX_PARTS} parts"
     needed = usage(problem, smallest).smem_bytes

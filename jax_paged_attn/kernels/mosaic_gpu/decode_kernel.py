@@ -16,14 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_paged_attn.validation import LAYOUT_AXES
+
 from . import softmax
 from .integers import rem
-from .layouts import along_rows, f32, full
+from .layouts import along_columns, along_rows, f32, full
 from .output import head_tile, store_output
 from .page_loading import TileLoader, entry_spec, page_spec
 from .plan import Plan
 from .rows import BatchRows, Table, VectorRows
 from .shared_memory import scratch_types
+from .token_scales import TokenScales, value_bias
 
 i32 = jnp.int32
 
@@ -38,7 +41,7 @@ def launch(
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel; `scales` are "sm_scale" [1] and, where there are such, "k_scale", "v_scale" [heads].
+    """Launch the kernel; `scales` are "sm_scale" and, where there are such, "k_scale", "v_scale", flat.
 
     Returns
     -------
@@ -68,7 +71,7 @@ def launch(
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, first_head, _ = head_tile(plan, head)
         scale_log2 = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
-        if "k_scale" in scales:
+        if p.k_scale == "head":
             scale_log2 *= refs["k_scale_gmem"][kv_head]
 
         if plan.vector_rows:
@@ -79,6 +82,9 @@ def launch(
         cuts = plan.schedule.cuts(rows)
         run = cuts.run(part)
 
+        token_scales = TokenScales(
+            tiling, k_pages.shape[:3], LAYOUT_AXES[p.kv_layout].index("page_size"), interpret is not None
+        )
         loader = TileLoader(
             entries=entry_spec(tiling),
             k_pages=page_spec(p.kv_layout, tiling, plan.k_columns, p.num_pages, kv_head),
@@ -89,6 +95,8 @@ def launch(
             indices_gmem=table_gmem.indices,
             k_gmem=k_gmem,
             v_gmem=v_gmem,
+            token_scales=token_scales,
+            scales=tuple((refs[f"{name}_gmem"], scratch[f"{name}_smem"]) for name in plan.token_scaled),
             entries_smem=scratch.get("entries_smem"),
             entries_ready=scratch.get("entries_ready"),
             **{name: scratch[name] for name in ("k_smem", "v_smem", "kv_ready")},
@@ -108,17 +116,30 @@ def launch(
                 valid &= position >= row.kv_start
             return valid if is_key is None else valid & is_key
 
+        def token_scale(name, slot):
+            at = scratch[f"{name}_smem"].at[slot]
+            return plgpu.load(at, layout=unit.acc.reduce(1), optimized=False)
+
         def attend_tile(masked, tile, carry, queries, score_scale, row):
             acc, state, step, cursors = carry
             slot = rem(step, plan.config.num_stages)
             plgpu.barrier_wait(scratch["kv_ready"].at[slot])
             k = unit.load_keys(scratch["k_smem"].at[slot])
             s = unit.dot(full((block_kv, heads), 0, unit.acc), k, queries) * score_scale
+            if p.k_scale == "token":
+                s *= along_columns(token_scale("k_scale", slot), s.shape)
             valid = None
             if masked:
                 key = plgpu.broadcasted_iota(i32, s.shape, 0, layout=unit.acc)
                 valid = valid_keys(row, tile, key)
-            state, probs, rescale = state.update(s, valid, unit.headroom)
+            if p.v_scale == "token":
+                v_scale = token_scale("v_scale", slot)
+                state, probs, rescale = state.update(s, valid, unit.headroom, value_bias(v_scale))
+                probs *= along_columns(v_scale, s.shape)
+                if valid is not None:  # unused scales may be NaN
+                    probs = jnp.where(valid, probs, f32(0))
+            else:
+                state, probs, rescale = state.update(s, valid, unit.headroom)
             scratch["p_smem"][...] = probs.astype(unit.dtype)
             plgpu.commit_smem()
             probs = plgpu.load(scratch["p_smem"], layout=unit.rhs, optimized=False)
@@ -128,11 +149,16 @@ def launch(
                 valid = along_rows(valid_keys(row, tile, key), v.shape)
                 v = jnp.where(valid, v, full(v.shape, 0, unit.lhs, unit.dtype))
             acc = unit.dot(acc * along_rows(rescale, acc.shape), v, probs)
+            if plan.token_scaled:
+                token_scales.wait()  # for the next tile's
             plgpu.commit_smem()  # everyone is done with the slot and with p_smem
             return acc, state, step + 1, loader.load(cursors)
 
         pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
         cursors = loader.start(run)
+        if plan.token_scaled:
+            token_scales.wait()
+            plgpu.commit_smem()
 
         if plan.cuts_rows and not plan.cut_row_of_each_row:
 

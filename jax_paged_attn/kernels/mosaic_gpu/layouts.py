@@ -16,13 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 f32 = jnp.float32
 NUM_WARPS = 4
+THREADS = 32 * NUM_WARPS
 WARP_ROWS = 16
 MMA_ROWS = NUM_WARPS * WARP_ROWS  # the long side of one matrix instruction over a warpgroup
 MMA_COLUMNS = 8  # the step of its short side
 MMA_DEPTH = 16  # the step of the summed dimension, for 2-byte operands
 
 # One int32 a thread.
-LANES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 # A piece of an output, [columns of head_dim, heads], as it lies in memory: a warp has 4 rows of 8 neighbours.
 PIECE_ROWS = 16

@@ -29,7 +29,7 @@ def pieces_at_once(plan: Plan) -> int:
 
 
 def merge(
-    plan: Plan, results: dict[str, jax.Array], v_scale: jax.Array | None, *, interpret: Any
+    plan: Plan, results: dict[str, jax.Array], scales: dict[str, jax.Array], *, interpret: Any
 ) -> dict[str, jax.Array]:
     """Write the cut rows into `results`' "out" (and "lse"), which keep the other rows; -> these alone.
 
@@ -39,7 +39,7 @@ def merge(
     heads, columns = plan.tile_heads, plan.v_columns // plan.merge_slices
     at_once = pieces_at_once(plan)
     names = ["out"] + (["lse"] if p.return_lse else [])
-    scales = {} if v_scale is None else {"v_scale": v_scale}
+    scales = {"v_scale": scales["v_scale"]} if p.v_scale == "head" else {}
     unit = plan.operands(interpret=interpret is not None)
 
     def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *rest, **scratch):

@@ -54,7 +54,7 @@ def store_output(
     empty = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
     weight_sum = jnp.where(empty, f32(1), weight_sum)
     factor = 1.0 / weight_sum
-    if plan.problem.v_scale is not None:
+    if plan.problem.v_scale == "head":
         # A row without keys gives 0 whatever the scale is.
         factor *= jnp.where(empty, f32(1), refs["v_scale_gmem"][kv_head])
     acc_smem[...] = acc * along_rows(factor, acc.shape)

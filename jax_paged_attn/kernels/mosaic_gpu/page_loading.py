@@ -18,6 +18,7 @@ from .integers import rem, round_up
 from .rows import BatchRows, Row
 from .schedule import Run
 from .tiling import Tiling
+from .token_scales import TokenScales
 
 i32 = jnp.int32
 ENTRIES_AHEAD = 4  # tiles between the two cursors
@@ -112,7 +113,8 @@ class Cursors(NamedTuple):
 class TileLoader:
     """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there.
 
-    A contiguous cache has no table: `indices_gmem` and what holds its entries are None.
+    A contiguous cache has no table: `indices_gmem` and what holds its entries are None. `scales` are pairs of
+    a flat pool of scales of tokens and their ring, to be waited for by `token_scales`.
     """
 
     entries: plgpu.BlockSpec
@@ -129,6 +131,8 @@ class TileLoader:
     v_smem: Any
     entries_ready: Any
     kv_ready: Any
+    token_scales: TokenScales
+    scales: tuple[tuple[Any, Any], ...]
 
     @staticmethod
     def scratch(tiling: Tiling, num_stages: int, *, paged: bool) -> dict[str, Any]:
@@ -191,6 +195,8 @@ class TileLoader:
                 for j, block in enumerate(blocks):
                     target = smem.at[slot, pl.ds(j * self.tiling.pitch, self.tiling.copy_rows)]
                     plgpu.copy_gmem_to_smem(window(spec, gmem, block), target, self.kv_ready.at[slot])
+            for gmem, smem in self.scales:
+                self.token_scales.fetch(blocks, gmem, smem.at[slot])
 
         return self._next(cursor)
 

@@ -93,6 +93,12 @@ class Plan:
         """Query heads in shared memory."""
         return SharedTile.choose(self.problem.dtype, self.k_columns, self.problem.head_dim)
 
+    @property
+    def token_scaled(self) -> tuple[str, ...]:
+        """Which of "k_scale" and "v_scale" belong to tokens."""
+        kinds = {"k_scale": self.problem.k_scale, "v_scale": self.problem.v_scale}
+        return tuple(name for name, kind in kinds.items() if kind == "token")
+
     def out_tile(self, columns: int) -> SharedTile:
         """Output rows, or slices of them, in shared memory."""
         return SharedTile.choose(self.problem.dtype, columns, self.problem.v_head_dim)

@@ -29,6 +29,8 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         "stats_smem": plgpu.SMEM((2, heads), f32),
         "q_ready": plgpu.Barrier(),
     } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
+    for name in plan.token_scaled:
+        types[f"{name}_smem"] = plgpu.SMEM(ring, f32)
     if plan.vector_rows:
         names = ("rows_smem", "sums_smem", "rows_ready")
         fields = (1 if p.contiguous else 3) + p.has_kv_starts

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .layouts import along_rows, f32, full
+from .layouts import along_columns, along_rows, f32, full
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2.0))
@@ -34,15 +34,20 @@ class State(NamedTuple):
         return cls(full(shape[1:], LOWEST, layout.reduce(0)), full(shape, 0.0, layout))
 
     def update(
-        self, scores_log2: jax.Array, valid: jax.Array | None, headroom: int
+        self, scores_log2: jax.Array, valid: jax.Array | None, headroom: int, bias: jax.Array | None = None
     ) -> tuple["State", jax.Array, jax.Array]:
         """-> (new state, the tile's weights, the factor [heads] of all that was summed before).
 
-        Weights are at most 2**headroom.
+        Weights are at most 2**headroom; with a `bias` [keys], those times 2**bias are.
         """
         if valid is not None:
             scores_log2 = jnp.where(valid, scores_log2, f32(LOWEST))
-        max_log2 = jnp.maximum(self.max_log2, scores_log2.max(axis=0) - f32(headroom))
+        biased = scores_log2
+        if bias is not None:
+            biased = scores_log2 + along_columns(bias, scores_log2.shape)
+            if valid is not None:  # unused scales may be NaN
+                biased = jnp.where(valid, biased, f32(LOWEST))
+        max_log2 = jnp.maximum(self.max_log2, biased.max(axis=0) - f32(headroom))
         rescale = jnp.exp2(self.max_log2 - max_log2)
         p = jnp.exp2(scores_log2 - along_rows(max_log2, scores_log2.shape))
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
