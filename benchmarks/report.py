@@ -276,15 +276,36 @@ def commit() -> str:
     return head if changes == "" else f"{head}-dirty"
 
 
-def versions() -> dict[str, str]:
-    """List the versions of what decides a measurement, for the head of a results table."""
-    found = {"jax": jax.__version__}
-    for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flash-attn3-jax"):
+def installed(*packages: str) -> dict[str, str]:
+    """List the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return found
+
+
+def versions() -> dict[str, str]:
+    """List the versions of what decides a time, for the head of a results table."""
+    packages = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flash-attn3-jax")
+    found = {"jax": jax.__version__} | installed(*packages)
     found["driver"] = (
         _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
     )
     return found
+
+
+def head(command: str, commit: str, versions: dict[str, str]) -> str:
+    """Begin a page of results: what was run, of which commit, with what.
+
+    Examples
+    --------
+    >>> print(head("python -m benchmarks.decode", "abc", {"jax": "0.11.2", "driver": "580"}))
+    - command: `python -m benchmarks.decode`
+    - commit: abc
+    - versions: jax 0.11.2, driver 580
+    """
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"- command: `{command}`\n- commit: {commit}\n- versions: {listed}"

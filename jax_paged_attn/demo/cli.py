@@ -16,6 +16,7 @@ from jax_paged_attn.demo.terminal import printable
 from jax_paged_attn.dispatch import IMPLEMENTATIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 PACKAGES = ("gguf", "tokenizers", "jinja2")
 
 
@@ -84,7 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=[implementation.name for implementation in IMPLEMENTATIONS],
         help="of paged_attention (default: the first that can run here)",
     )
-    add("--dtype", choices=DTYPES, help="of weights and cache (default: bfloat16 on a GPU, else float32)")
+    add("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, else float32)")
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="of the cache; fp8 is float8_e4m3fn (default: that of the weights)",
+    )
     add("--temperature", type=_temperature, default=0.0, metavar="T", help="0, the default, is greedy")
     add(
         "--seed",

@@ -27,20 +27,28 @@ class Options:
         How each token is picked.
     implementation : str or None
         Of paged_attention; None is its own choice.
+    kv_dtype : str or None
+        Of the cache; None is that of the weights.
     """
 
     max_tokens: int
     page_size: int
     sampling: Sampling
     implementation: str | None
+    kv_dtype: str | None = None
 
 
 @dataclasses.dataclass
 class Generation:
-    """What a generation gave and what it took; times are in seconds, pages are those of one layer."""
+    """What a generation gave and what it took; times are in seconds, pages are those of one layer.
+
+    `token_bytes` are those of a token's slots in all layers, scales included.
+    """
 
     answers: list[list[int]]
     explanation: Explanation
+    kv_dtype: np.dtype
+    token_bytes: int
     num_pages: int
     peak_pages: int = 0
     compile_time: float = 0.0
@@ -84,7 +92,8 @@ def generate(
     block_tables = functools.partial(pool.block_tables, seq_ids, width=max(row_pages))
 
     dtype = params.token_embd.dtype
-    cache = empty_cache(config, num_pages, options.page_size, dtype)
+    cache = empty_cache(config, num_pages, options.page_size, options.kv_dtype or dtype)
+    token_bytes = sum(pools.nbytes for pools in jax.tree.leaves(cache)) // (num_pages * options.page_size)
     prefill_fn = functools.partial(
         prefill, config=config, sampling=options.sampling, implementation=options.implementation
     )
@@ -94,9 +103,10 @@ def generate(
     prefill_args = (params, cache, prompt_tokens, block_tables(), prompt_lens)
     decode_args = (params, cache, prompt_lens, block_tables(), prompt_lens, np.int32(0))
     try:
-        generation = Generation([[] for _ in prompts], explain(decode_fn, *decode_args), num_pages)
+        explanation = explain(decode_fn, *decode_args)
     except NotImplementedError as error:
         raise DemoError(str(error)) from error
+    generation = Generation([[] for _ in prompts], explanation, cache.k.dtype, token_bytes, num_pages)
 
     # Compiled ahead: an executable has one signature, so no later step can compile again.
     started = time.perf_counter()

@@ -8,6 +8,9 @@ kept and how they are attended to; `decode_step` passes one that calls `append_p
 The caches of all layers are one array each for K and V, donated by the caller's jit and carried through the
 scan over layers, so that a step writes its few new slots in place. A layer finds its pages by shifting the
 page ids, since slicing its part out of the array would copy the whole pool.
+
+A cache of a 1-byte dtype is quantized: each head of each token has a scale of its own, which needs no
+calibration, and which is kept in pages beside the token's.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_paged_attn import PageTable, append_paged_kv, apply_rope, paged_attention, slot_mapping
+from jax_paged_attn import PageTable, append_paged_kv, apply_rope, kv_scale, paged_attention, slot_mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +75,15 @@ class Params(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Layer-stacked page pools, each ``[num_layers, num_pages, num_kv_heads, page_size, head_dim]``."""
+    """Layer-stacked page pools, each ``[num_layers, num_pages, num_kv_heads, page_size, head_dim]``.
+
+    A quantized cache also has pools of scales, float32, without head_dim.
+    """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
 class Sampling(NamedTuple):
@@ -88,7 +96,10 @@ class Sampling(NamedTuple):
 def empty_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """Make page pools of `num_pages` pages a layer, filled with zeros."""
     shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    cache = KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    if cache.k.dtype.itemsize > 1:
+        return cache
+    return cache._replace(k_scale=jnp.zeros(shape[:-1]), v_scale=jnp.zeros(shape[:-1]))
 
 
 def decode_step(
@@ -132,10 +143,9 @@ def decode_step(
     slots = slot_mapping(page_table, rows, positions, page_size=page_size)
 
     def attend(pools, layer, q, k, v):
-        layer_slots = _in_layer(slots, layer, num_pages * page_size)
-        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots, implementation=implementation))
+        pools = write(pools, k, v, _in_layer(slots, layer, num_pages * page_size), implementation)
         layer_table = dataclasses.replace(page_table, indices=page_table.indices + layer * num_pages)
-        return paged_attention(q, *pools, layer_table, implementation=implementation), pools
+        return read(pools, q, layer_table, implementation), pools
 
     x, cache = _over_pools(params, config, tokens, positions, cache, attend)
     return pick(scores(logits(params, config, x), step, sampling)), cache
@@ -155,7 +165,8 @@ def prefill(
     """Put whole prompts into the pages and pick the first token of each answer.
 
     `tokens` is int32 ``[batch, max_prompt_len]``, padded at the end with anything. Attention is dense and
-    causal over the prompts alone: the cache holds nothing before them. The rest is as in `decode_step`.
+    causal over the prompts alone, whose keys and values it takes as they are, before any rounding to the
+    cache's dtype: the cache holds nothing before them. The rest is as in `decode_step`.
     """
     batch, length = tokens.shape
     num_pages, page_size = cache.k.shape[1], cache.k.shape[3]
@@ -165,8 +176,7 @@ def prefill(
     slots = slot_mapping(page_table, rows, positions, page_size=page_size)  # none for padding
 
     def attend(pools, layer, q, k, v):
-        layer_slots = _in_layer(slots, layer, num_pages * page_size)
-        pools = KVCache(*append_paged_kv(pools.k, pools.v, k, v, layer_slots, implementation=implementation))
+        pools = write(pools, k, v, _in_layer(slots, layer, num_pages * page_size), implementation)
         q, k, v = (a.reshape(batch, length, *a.shape[1:]) for a in (q, k, v))
         # Padding comes after a prompt's own tokens, so causality alone hides it from them.
         return causal_attention(q, k, v).reshape(batch * length, *q.shape[2:]), pools
@@ -175,6 +185,45 @@ def prefill(
     last = jnp.arange(batch, dtype=jnp.int32) * length + prompt_lens - 1
     first_step = jnp.zeros((), jnp.int32)
     return pick(scores(logits(params, config, x[last]), first_step, sampling)), cache
+
+
+def write(
+    pools: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array, implementation: str | None
+) -> KVCache:
+    """Write k and v ``[tokens, num_kv_heads, head_dim]`` into slots, in the dtype of the pages."""
+    dtype = pools.k.dtype
+    if pools.k_scale is None:
+        k, v = k.astype(dtype), v.astype(dtype)
+        return KVCache(*append_paged_kv(pools.k, pools.v, k, v, slots, implementation=implementation))
+    written = append_paged_kv(
+        pools.k,
+        pools.v,
+        k,
+        v,
+        slots,
+        k_scale=kv_scale(k, dtype, granularity="token"),
+        v_scale=kv_scale(v, dtype, granularity="token"),
+        k_scale_pages=pools.k_scale,
+        v_scale_pages=pools.v_scale,
+        implementation=implementation,
+    )
+    return KVCache(*written)
+
+
+def read(pools: KVCache, q: jax.Array, page_table: PageTable, implementation: str | None) -> jax.Array:
+    """Attend with q ``[batch, num_q_heads, head_dim]`` to the pages of each row."""
+    # Pages that aren't quantized are read by a query of their own dtype.
+    query = q.astype(pools.k.dtype) if pools.k_scale is None else q
+    out = paged_attention(
+        query,
+        pools.k,
+        pools.v,
+        page_table,
+        k_scale=pools.k_scale,
+        v_scale=pools.v_scale,
+        implementation=implementation,
+    )
+    return jnp.asarray(out, q.dtype)
 
 
 def run_layers[State](
@@ -256,9 +305,9 @@ def pick(scores: jax.Array) -> jax.Array:
 
 def _over_pools(params, config, tokens, positions, cache, attend):
     """`run_layers` with the page pools of all layers seen as one, [num_layers * num_pages, ...]."""
-    merged = KVCache(*(pages.reshape(-1, *pages.shape[2:]) for pages in cache))
+    merged = jax.tree.map(lambda pages: pages.reshape(-1, *pages.shape[2:]), cache)
     x, merged = run_layers(params, config, tokens, positions, merged, attend)
-    return x, KVCache(*(new.reshape(old.shape) for new, old in zip(merged, cache, strict=True)))
+    return x, jax.tree.map(lambda new, old: new.reshape(old.shape), merged, cache)
 
 
 def _in_layer(slots: jax.Array, layer: jax.Array, slots_per_layer: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged_attn.demo.check import check_answers
+from jax_paged_attn.demo.cli import KV_DTYPES
 from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.generate import Generation, Options, generate
 from jax_paged_attn.demo.gguf_file import GGUFFile, find_smollm2, read_config, read_params
@@ -29,7 +30,11 @@ def run(args: argparse.Namespace) -> None:
     # Half the bytes are twice the speed where there is bfloat16 arithmetic, which many CPUs lack.
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     options = Options(
-        args.max_tokens, args.page_size, Sampling(args.temperature, args.seed), args.implementation
+        args.max_tokens,
+        args.page_size,
+        Sampling(args.temperature, args.seed),
+        args.implementation,
+        KV_DTYPES[args.kv_dtype] if args.kv_dtype else None,
     )
 
     name, config, params, tokenizer = _load(args.gguf or find_smollm2(), dtype)
@@ -49,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
     table += _measurements(generation, prompts, options.page_size)
     print(format_table(table), flush=True)
     if args.check:
-        agreement = check_answers(params, config, prompts, generation.answers, options.sampling)
+        agreement = check_answers(
+            params, config, prompts, generation.answers, options.sampling, generation.kv_dtype
+        )
         print(f"\ncheck: {agreement}")
 
 
@@ -85,6 +92,7 @@ def _measurements(generation: Generation, prompts: list[list[int]], page_size: i
     num_decoded = sum(len(answer) - 1 for answer in generation.answers)
     return [
         ("implementation", "; ".join([chosen.implementation, *reasons])),
+        ("cache", f"{generation.kv_dtype}, {generation.token_bytes} bytes a token in all layers"),
         (
             "pages a layer",
             f"{generation.peak_pages} of {generation.num_pages} used at most, {page_size} tokens each",
