@@ -9,9 +9,10 @@ nothing and writes nothing.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
+
+import jax
 
 from benchmarks import report
 from benchmarks.checked import Check, Failed, Measured, attempt_ours, equal_to
@@ -52,9 +53,16 @@ def run_layout(
     for cache in caches:
         pools = to_layout(cache.k_pages, layout), to_layout(cache.v_pages, layout)
         page_table = PageTable.from_block_tables(cache.block_tables, cache.kv_lens)
-        args.append((cache.q, *pools, cache.kv_lens if workload.contiguous else page_table))
+        scales = cache.k_scale, cache.v_scale
+        if workload.scale == "token":
+            scales = jax.tree.map(lambda scale: to_layout(scale, layout), scales)
+        args.append((cache.q, *pools, cache.kv_lens if workload.contiguous else page_table, *scales))
     function = decode_attention if workload.contiguous else paged_attention
-    attend = functools.partial(function, kv_layout=layout, implementation=settings.implementation)
+
+    def attend(q, k, v, where, k_scale, v_scale):
+        options = {"kv_layout": layout, "implementation": settings.implementation}
+        return function(q, k, v, where, k_scale=k_scale, v_scale=v_scale, **options)
+
     return attempt_ours(
         Calls(attend, args), check, session.measure, settings.iterations, settings.implementation
     )
@@ -84,7 +92,9 @@ def run_workload(workload: Workload, session: Session, settings: Settings) -> li
     for layout in settings.layouts:
         implementation, ours = run_layout(workload, layout, caches, check, session, settings)
         results.append(
-            Result(workload.name, layout, workload.dtype, implementation, workload.num_bytes, ours, beside)
+            Result(
+                workload.name, layout, workload.stored_dtype, implementation, workload.num_bytes, ours, beside
+            )
         )
     return results
 

@@ -46,8 +46,8 @@ def flash_attention_3() -> Peer | None:
     def why_not(workload: Workload) -> str | None:
         if (workload.head_dim, workload.v_head_dim) != (128, 128):
             return "its wheels are built for head_dim 128 only"
-        if workload.dtype not in ("bfloat16", "float16"):
-            return f"no {workload.dtype}"
+        if workload.stored_dtype not in ("bfloat16", "float16"):
+            return f"no cache of {workload.stored_dtype} under a 16-bit query"
         return None
 
     def variants(workload: Workload) -> Iterator[tuple[str, Callable[[Cache], jax.Array]]]:

@@ -20,7 +20,7 @@ from jax_paged_attn import PageTable, reference
 
 COUNTED = """\
 `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
-  once"""
+  once; with scales of tokens these too"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,11 @@ class Workload:
     head_dim, v_head_dim : int
         Columns of K (and q), and of V.
     dtype : str
-        Dtype of q and of the cache.
+        Dtype of q, and of the cache without `cache_dtype`.
+    cache_dtype : str or None
+        Of a quantized cache.
+    scale : str or None
+        What the scales of a quantized cache belong to: "head" or "token".
     num_caches : int
         How many caches of this shape the timed calls take in turn. One cache far above the L2's size is cold
         at every call; a small one is cold only if the caches together are far above it.
@@ -56,6 +60,8 @@ class Workload:
     head_dim: int = 128
     v_head_dim: int = 128
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    scale: str | None = None
     num_caches: int = 1
     contiguous: bool = False
 
@@ -78,8 +84,15 @@ class Workload:
         >>> Workload("tiny", kv_lens=(3, 5), num_q_heads=4, num_kv_heads=2).num_bytes
         8192
         """
-        row_bytes = self.num_kv_heads * (self.head_dim + self.v_head_dim) * jnp.dtype(self.dtype).itemsize
-        return sum(self.kv_lens) * row_bytes
+        head_bytes = (self.head_dim + self.v_head_dim) * jnp.dtype(self.stored_dtype).itemsize
+        if self.scale == "token":
+            head_bytes += 2 * 4
+        return sum(self.kv_lens) * self.num_kv_heads * head_bytes
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the cache."""
+        return self.cache_dtype or self.dtype
 
     def shrunk(self) -> Workload:
         """Keep the heads and pages, at a size that a CPU can run: at most 3 rows of at most 70 tokens."""
@@ -95,10 +108,12 @@ class Workload:
         lens = self.kv_lens
         lengths = f"{lens[0]}" if len(set(lens)) == 1 else f"{min(lens)} to {max(lens)}"
         pages = f"contiguous, room for {self.page_size}" if self.contiguous else f"page {self.page_size}"
+        cache = f", cache {self.cache_dtype}" if self.cache_dtype else ""
+        scales = f", a scale a {self.scale}" if self.scale else ""
         rotating = f", rotating over {self.num_caches} caches" if self.num_caches > 1 else ""
         return (
             f"batch {self.batch}, heads {self.num_q_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, "
-            f"kv length {lengths}, {pages}{rotating}"
+            f"kv length {lengths}, {pages}{cache}{scales}{rotating}"
         )
 
 
@@ -110,6 +125,8 @@ class Cache(NamedTuple):
     v_pages: jax.Array  # [num_pages, page_size, num_kv_heads, v_head_dim]
     block_tables: jax.Array  # int32[batch, max_pages_per_row]
     kv_lens: jax.Array  # int32[batch]
+    k_scale: jax.Array | None = None  # float32[num_kv_heads], or [num_pages, page_size, num_kv_heads]
+    v_scale: jax.Array | None = None
 
 
 def _skewed_lengths() -> tuple[int, ...]:
@@ -119,6 +136,26 @@ def _skewed_lengths() -> tuple[int, ...]:
 
 def _short_lengths() -> tuple[int, ...]:
     return tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 300))
+
+
+def _of_bytes() -> tuple[Workload, ...]:
+    """The workloads of quantized caches."""
+    e4m3, gqa = "float8_e4m3fn", functools.partial(Workload, num_q_heads=32, num_kv_heads=8)
+    a = gqa("A-e4m3", kv_lens=(4096,) * 64, cache_dtype=e4m3)
+    shape = functools.partial(dataclasses.replace, a)
+    return (
+        a,
+        shape(name="A-e4m3-page64", page_size=64),
+        shape(name="A-e5m2", cache_dtype="float8_e5m2"),
+        shape(name="A-int8", cache_dtype="int8", scale="head"),
+        shape(name="A-e4m3-head", scale="head"),
+        shape(name="A-e4m3-token", scale="token"),
+        shape(name="A-e4m3-d64", kv_lens=(8192,) * 64, head_dim=64, v_head_dim=64),
+        shape(name="A-e4m3-d256", kv_lens=(2048,) * 64, head_dim=256, v_head_dim=256),
+        gqa("B-e4m3", kv_lens=(131072,), cache_dtype=e4m3),
+        gqa("C-e4m3", kv_lens=_skewed_lengths(), cache_dtype=e4m3),
+        Workload("E-e4m3", (4096,) * 64, num_q_heads=28, num_kv_heads=4, page_size=64, cache_dtype=e4m3),
+    )
 
 
 WORKLOADS = (
@@ -150,6 +187,7 @@ WORKLOADS = (
         page_size=20480,
         contiguous=True,
     ),
+    *_of_bytes(),
 )
 
 
@@ -187,7 +225,18 @@ def make_cache(workload: Workload, seed: int) -> Cache:
         block_tables[used] = order[: int(pages.sum())]
 
     q, k_pages, v_pages = _normal(workload, num_pages, jax.random.key(seed, impl="rbg"))
-    return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), jnp.asarray(workload.kv_lens, jnp.int32))
+    lens = jnp.asarray(workload.kv_lens, jnp.int32)
+    return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), lens, *_scales(workload, k_pages))
+
+
+def _scales(workload: Workload, pages: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """Scales of K and V that differ from one another, about as large as the cache's values are small."""
+    if workload.scale is None:
+        return None, None
+    shape = pages.shape[:-1] if workload.scale == "token" else pages.shape[2:3]
+    size = 1 / INT8_DEVIATION if workload.cache_dtype == "int8" else 1.0
+    steps = jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape) % 7
+    return size * (1 + steps / 8), size * (1.5 - steps / 16)
 
 
 # The key is of XLA's own generator ("rbg"): threefry would need several times the cache in temporary memory.
@@ -196,11 +245,12 @@ def _normal(workload: Workload, num_pages: int, key: jax.Array) -> tuple[jax.Arr
     pool = (num_pages, workload.page_size, workload.num_kv_heads)
     q_key, k_key, v_key = jax.random.split(key, 3)
     q = jax.random.normal(q_key, (workload.batch, workload.num_q_heads, workload.head_dim), workload.dtype)
-    k = normal_pages(k_key, (*pool, workload.head_dim), workload.dtype)
-    return q, k, normal_pages(v_key, (*pool, workload.v_head_dim), workload.dtype)
+    k = normal_pages(k_key, (*pool, workload.head_dim), workload.stored_dtype)
+    return q, k, normal_pages(v_key, (*pool, workload.v_head_dim), workload.stored_dtype)
 
 
 FILLED_AT_ONCE = 1 << 24  # elements of a pool
+INT8_DEVIATION = 32  # of normal values, of which int8 holds all but one in 15000 or so
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -210,7 +260,10 @@ def normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Arra
     some = min(max(FILLED_AT_ONCE // math.prod(shape[1:]), 1), shape[0])
 
     def fill(i: jax.Array, pages: jax.Array) -> jax.Array:
-        values = jax.random.normal(jax.random.fold_in(key, i), (some, *shape[1:]), drawn).astype(dtype)
+        values = jax.random.normal(jax.random.fold_in(key, i), (some, *shape[1:]), drawn)
+        if dtype == "int8":
+            values = jnp.clip(jnp.rint(values * INT8_DEVIATION), -128, 127)
+        values = values.astype(dtype)
         # The last pages' start is clipped, so that they overlap the ones before.
         return jax.lax.dynamic_update_slice_in_dim(pages, values, i * some, axis=0)
 
@@ -218,7 +271,7 @@ def normal_pages(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Arra
 
 
 def to_layout(pages: jax.Array, kv_layout: str) -> jax.Array:
-    """NHD pages as a new contiguous array of `kv_layout` ("HND" or "NHD")."""
+    """NHD pages, or the scales of their tokens, as a new contiguous array of `kv_layout` ("HND" or "NHD")."""
     return pages if kv_layout == "NHD" else jnp.swapaxes(pages, 1, 2)
 
 
@@ -240,6 +293,14 @@ def expected_output(cache: Cache) -> jax.Array:
     def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
         q, block_table, kv_len = row
         page_table = PageTable.from_block_tables(block_table, kv_len)
-        return reference.paged_attention(q, cache.k_pages, cache.v_pages, page_table, kv_layout="NHD")
+        return reference.paged_attention(
+            q,
+            cache.k_pages,
+            cache.v_pages,
+            page_table,
+            kv_layout="NHD",
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     return jax.lax.map(one_row, (cache.q, cache.block_tables, cache.kv_lens))

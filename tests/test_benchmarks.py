@@ -80,6 +80,9 @@ def test_examples_in_docstrings(module):
         ("S", 0.1286),
         *((name, 1.074) for name in ("A-d64", "A-d256", "A-16/16", "A-8/1", "A-71/1", "A-contiguous")),
         ("C-contiguous", 1.860),
+        *((f"A-{cache}", 0.5369) for cache in ("e4m3", "e5m2", "int8", "e4m3-head", "e4m3-d64", "e4m3-d256")),
+        ("A-e4m3-token", 0.5369 * (1 + 8 / 256)),
+        ("C-e4m3", 0.930),
     ],
 )
 def test_bytes_of_a_call(name, gigabytes):
@@ -342,7 +345,7 @@ def test_what_a_peer_is_given(monkeypatch):
     assert peer is not None
     assert peer.name == "fa3-jax-0.2.3"
     refused = [w.name for w in WORKLOADS if peer.why_not(w) is not None]
-    assert refused == ["A-d64", "A-d256"]
+    assert refused == ["A-d64", "A-d256", *(w.name for w in WORKLOADS if w.cache_dtype)]
     roomy = dataclasses.replace(TINY, page_size=48, contiguous=True)
     for workload in (TINY, roomy):
         cache = workloads.make_cache(workload, seed=0)

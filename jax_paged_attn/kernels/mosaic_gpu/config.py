@@ -21,8 +21,9 @@ HEAD_DIM_BYTES = 16  # what copies move multiples of
 BLOCKS_PER_CORE = 2
 STAGES = 2
 TILE_BYTES = 32 * 1024
-MAX_DEFAULT_BLOCK_KV = 128  # pages of as many keys fill it as well
+DEFAULT_BLOCK_KV = (256, 128)  # else 64
 MAX_DEFAULT_PAGES = 64  # of a tile, whose ids are in registers
+MIN_DEFAULT_USED = 0.9  # of a tile's rows
 # Parts given up at most so that equal rows end where parts end (H200: 256 blocks for 264, 0.5 to 3% faster
 # where lengths are equal, 0.8% slower where they differ).
 PARTS_GIVEN_UP = 0.05
@@ -80,11 +81,19 @@ def why_not(problem: Problem, target: Target) -> str | None:
 
 
 def _block_kv(problem: Problem) -> int:
-    """Keys of a tile of TILE_BYTES; the way to it and from it costs as much for fewer bytes."""
+    """Keys of a tile of TILE_BYTES, or of fewer where pages would leave much of it unused."""
     plan = Plan(problem, Config())
     row_bytes = (plan.k_columns + plan.v_columns) * problem.k_dtype.itemsize
-    most = min(MAX_DEFAULT_BLOCK_KV, MAX_DEFAULT_PAGES * problem.page_size)
-    return max(min(TILE_BYTES // row_bytes, most) // MMA_ROWS * MMA_ROWS, MMA_ROWS)
+    for block_kv in DEFAULT_BLOCK_KV:
+        if block_kv * row_bytes > TILE_BYTES:
+            continue
+        # A contiguous row is one page, as long as its capacity, which has a say in nothing.
+        if problem.contiguous:
+            return block_kv
+        few_pages = block_kv <= MAX_DEFAULT_PAGES * problem.page_size
+        if few_pages and Plan(problem, Config(block_kv)).tiling.used >= MIN_DEFAULT_USED:
+            return block_kv
+    return MMA_ROWS
 
 
 def default_config(problem: Problem, target: Target) -> Config:

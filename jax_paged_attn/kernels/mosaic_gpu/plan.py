@@ -22,7 +22,8 @@ MAX_WIDE_COLUMNS = 384  # of K and V together, of which a tile of 1-byte values 
 MAX_SCALAR_ROWS = 32
 MAX_ROWS = 512  # rows of one launch whose lengths lie in shared memory
 MAX_PARTS = 65535  # the second axis of a CUDA grid
-MAX_BLOCK_KV = 192  # a tile of one-token pages needs as many table entries, and a copy brings 256 at most
+MAX_BLOCK_KV = 256
+MAX_PAGES = 252  # of a tile: a copy brings 256 table entries, and begins up to 3 before the first
 MAX_MERGE_BLOCKS = 264  # 2 a multiprocessor of an H200
 
 
@@ -60,6 +61,10 @@ class Plan:
 
     problem: Problem
     config: Config
+
+    def __post_init__(self):
+        fits = self.problem.contiguous or self.tiling.pages_per_tile <= MAX_PAGES
+        check(fits, "config", f"a block_kv of at most {MAX_PAGES} pages", repr(self.config))
 
     @property
     def tiling(self) -> Tiling:

@@ -57,6 +57,13 @@ class Tiling:
         return self.pages_per_tile * self.copy_rows
 
     @property
+    def used(self) -> float:
+        """Share of the rows of a full page's tiles, or of a tile of full pages, that are keys."""
+        if self.tiles_per_page > 1:
+            return self.page_size / (self.tiles_per_page * self.block_kv)
+        return self.keys_per_tile / self.block_kv
+
+    @property
     def dense(self) -> bool:
         """Whether every row of a tile before the row's end is a key: then only a row's ends need a mask."""
         if self.tiles_per_page > 1:
