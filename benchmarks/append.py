@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ from benchmarks.report import Result
 from benchmarks.session import LAYOUTS, Session, Settings, add_options, add_workload_options, exit_status
 from benchmarks.timing import UpdatingCalls
 from jax_paged_attn import explain
-from jax_paged_attn.kernels.mosaic_gpu.append import BLOCK_TOKENS, Config
+from jax_paged_attn.kernels.mosaic_gpu.append import BLOCK_TOKENS, WARPGROUPS, Config
 
 NOTES = """\
 - Every result is compared with the reference before it is timed, and the timed results again: what is not
@@ -47,18 +48,19 @@ NOTES = """\
 
 
 def at_each_config(call: Callable[..., Any], arguments: tuple) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """List the kernel's configurations that can run a call, each with the call at it."""
+    """List the kernel's configurations that can run a call, of as many warpgroups in all as the default."""
     call = functools.partial(call, implementation="mosaic_gpu")
     default = explain(call, *arguments).config
-    for block_tokens in BLOCK_TOKENS:
-        config = Config(block_tokens)
+    warpgroups_in_all = default.warpgroups * default.blocks
+    for warpgroups, block_tokens in itertools.product(WARPGROUPS, BLOCK_TOKENS):
+        config = Config(block_tokens, warpgroups, -(-warpgroups_in_all // warpgroups))
         configured = functools.partial(call, config=config)
         try:
             explain(configured, *arguments)
         except ValueError as error:
             print(f"left out: {error}")
             continue
-        yield f"block_tokens={block_tokens}{', the default' * (config == default)}", configured
+        yield f"{config}{', the default' * (config == default)}", configured
 
 
 def run_workload(

@@ -1,6 +1,7 @@
 """Settings for every test. They leave JAX's choice of platform alone: the suite runs on a GPU as well."""
 
 import importlib.util
+import os
 
 import hypothesis
 import jax
@@ -11,6 +12,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 collect_ignore = ["gpu_compile"]
 if importlib.util.find_spec("matplotlib") is None:
     collect_ignore.append("test_plots.py")  # matplotlib is in the extra `dev`, but not in `test`
+
+# Read when XLA starts, for its pool of threads: the interpreter needs one for each warpgroup of a block and
+# one more, however small the machine.
+os.environ.setdefault("NPROC", "8")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Unused cache slots hold NaN on purpose, and an empty row's lse is -inf.

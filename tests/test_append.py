@@ -82,29 +82,87 @@ def test_the_last_of_equal_slots_wins(implementation):
     same_bits((k_after[2, :, 8], k_after[6, :, 4]), (k_new[1], k_new[4]))
 
 
-@pytest.mark.parametrize("chunk", [256, 512])
-def test_equal_slots_far_apart_in_the_kernel(monkeypatch, chunk):
-    """Pairs in every pair of chunks, of which more follow than are fetched ahead; all others are kept."""
-    monkeypatch.setattr(equal_slots, "MAX_CHUNK", chunk)
-    num_tokens = 4 * chunk + 76
-    rng = np.random.default_rng(chunk)
-    slots = rng.permutation(2 * num_tokens)[:num_tokens]
-    for distance in (1, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 5, num_tokens - 40):
-        first = rng.integers(0, num_tokens - distance, 3)
-        slots[first] = slots[first + distance]
-    k = jnp.zeros((2 * num_tokens, 1, 1, 8), jnp.bfloat16)
+def check_equal_slots(slots, config):
+    """Write tokens of their own values to `slots` by the kernel, and compare with `xla`."""
+    num_tokens, num_slots = len(slots), int(slots.max()) + 1
+    k = jnp.zeros((num_slots, 1, 1, 8), jnp.bfloat16)
+    rng = np.random.default_rng(num_tokens)
     new = jnp.asarray(rng.standard_normal((num_tokens, 1, 8)), jnp.bfloat16)
     args = k, k, new, 2 * new, jnp.asarray(slots, jnp.int32)
-    jax.clear_caches()  # the chunk is no part of any cache's key
-    actual = append_paged_kv(*args, implementation="mosaic_gpu", config=Config(16))
-    jax.clear_caches()
+    actual = append_paged_kv(*args, implementation="mosaic_gpu", config=config)
     same_bits(actual, append_paged_kv(*args, implementation="xla"))
-    assert np.count_nonzero(np.asarray(actual[0]).any(axis=-1)) == len(np.unique(slots))
+    assert np.count_nonzero(np.asarray(actual[0]).any(axis=-1)) == len(np.unique(slots[slots >= 0]))
 
 
-def test_several_launches_in_order(monkeypatch):
-    monkeypatch.setattr(kernel, "MAX_TOKENS", 32)
-    inputs = make_append_inputs(dataclasses.replace(append_case("rope_e4m3_partial"), num_tokens=70))
+@pytest.mark.parametrize(
+    ("num_tokens", "config"), [(1024, Config(16, 4, 3)), (1152, Config(8, 2, 99)), (1100, Config(16, 1, 3))]
+)
+def test_equal_slots_far_apart_in_the_kernel(monkeypatch, num_tokens, config):
+    """Pairs in every pair of windows, slots coming in several copies; all other tokens are kept."""
+    monkeypatch.setattr(equal_slots, "COPY_ROWS", 4)
+    rng = np.random.default_rng(num_tokens)
+    slots = rng.permutation(2 * num_tokens)[:num_tokens]
+    window = equal_slots.WINDOW_SLOTS
+    for distance in (1, 7, 127, 128, window - 1, window, window + 1, num_tokens - 40):
+        first = rng.integers(0, num_tokens - distance, 3)
+        slots[first] = slots[first + distance]
+    slots[-1] = slots[0]
+    jax.clear_caches()  # COPY_ROWS is no part of any cache's key
+    check_equal_slots(slots, config)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("offset", [0, 5])  # a tile's tokens lie in one page, or in two
+@pytest.mark.parametrize("warpgroups", [1, 4])
+def test_equal_slots_among_whole_pages(offset, warpgroups):
+    """Most tiles need no pairs compared; those that do are of the first or of the second page of a tile."""
+    page, num_pages = 16, 50
+    pages = np.random.default_rng(offset).permutation(num_pages)
+    slots = (pages[:, None] * page + np.arange(page)).reshape(-1)[offset:]
+    for first, later in ((1, 700), (14, 500), (100, 400), (300, 790)):
+        slots[later] = slots[first]
+    slots[600:608] = -1
+    check_equal_slots(slots, Config(16, warpgroups, 4))
+
+
+def test_default_config():
+    def config(num_tokens, pool_dtype="bfloat16"):
+        pool = jax.ShapeDtypeStruct((4096, 8, 16, 128), pool_dtype)
+        new = jax.ShapeDtypeStruct((num_tokens, 8, 128), "bfloat16")
+        slots = jax.ShapeDtypeStruct((num_tokens,), "int32")
+        record = explain(append_paged_kv, pool, pool, new, new, slots, target="sm_90")
+        assert record.smem_bytes <= record.target.smem_bytes
+        return record.config
+
+    assert config(128) == Config(2, 1, 64)
+    assert config(16384) == Config(8, 4, 132)
+    assert config(40000, "int8") == Config(4, 4, 132)
+
+
+def test_slots_at_the_ends_of_int32():
+    """Differences of slots that overflow: no token is lost, nor kept, by those that are to be skipped."""
+    least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    k, v, k_new, v_new, _ = small(num_tokens=7)
+    for skipped in ((least, largest, -1), (largest, 192, least), (-1, -1, -1)):
+        slots = jnp.asarray([0, skipped[0], 191, 0, skipped[1], 5, skipped[2]], jnp.int32)
+        args = k, v, k_new, v_new, slots
+        for config in (Config(2), Config(8)):
+            actual = append_paged_kv(*args, implementation="mosaic_gpu", config=config)
+            same_bits(actual, append_paged_kv(*args, implementation="xla"))
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_warpgroups_where_the_interpreter_has_few_threads(monkeypatch, threads):
+    """It would hang: one warpgroup then does it all."""
+    if threads is not None:
+        monkeypatch.setenv("NPROC", str(threads))
+    check_equal_slots(np.arange(40) // 2, Config(4, 4, 2))
+
+
+@pytest.mark.parametrize(("max_tokens", "num_tokens"), [(32, 70), (128, 256)])
+def test_several_launches_in_order(monkeypatch, max_tokens, num_tokens):
+    monkeypatch.setattr(kernel, "MAX_TOKENS", max_tokens)
+    inputs = make_append_inputs(dataclasses.replace(append_case("rope_e4m3_partial"), num_tokens=num_tokens))
     jax.clear_caches()
     actual = inputs.call(jax_paged_attn, implementation="mosaic_gpu")
     jax.clear_caches()

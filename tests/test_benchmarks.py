@@ -692,11 +692,12 @@ def test_each_configuration_of_the_kernel(tmp_path, monkeypatch, pretended_h200,
     assert append.main(["--configs", "--layouts", "HND", "--iterations", "3", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert [line.split("|")[4].strip() for line in printed.splitlines() if line.startswith("| W-rope")] == [
-        "block_tokens=4, the default",
-        "block_tokens=8",
+        "Config(block_tokens=4, warpgroups=1, blocks=7), the default",
+        "Config(block_tokens=8, warpgroups=1, blocks=7)",
+        "Config(block_tokens=4, warpgroups=2, blocks=4)",
     ]
-    assert printed.count("left out: config: expected") == 2
-    assert rounds == [(2, 2), (2, 2)]
+    assert printed.count("left out: config: expected") == 9
+    assert rounds == [(2, 2)] * 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -339,5 +339,6 @@ CALLS["append, rotated"] = (
     Append(num_q_heads=32, tokens_sliced=True),
     Append(num_q_heads=32, scanned=True),
     Append(40000, num_q_heads=32, scanned=True),
+    Append(16384, num_q_heads=32, num_kv_heads=32, dtype="float32"),  # the longest rows of all
 )
 CALLS["demo"] = (DemoStep(),)

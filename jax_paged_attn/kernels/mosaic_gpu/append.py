@@ -3,6 +3,9 @@
 `append_kernel.py` is the kernel, `append_plan.py` says how it cuts its work.
 """
 
+import dataclasses
+import os
+
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -12,22 +15,28 @@ from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
 
 from .append_kernel import launch
-from .append_plan import BLOCK_TOKENS, Config, Plan, min_block_tokens, smem_bytes, why_no_plan
+from .append_plan import BLOCK_TOKENS, WARPGROUPS, Config, Plan, min_block_tokens, smem_bytes, why_no_plan
+from .equal_slots import COLUMNS
 from .integers import ceil_div
 
 __all__ = ["Config", "default_config", "run", "usage", "why_not"]
 
-# Each launch compares every token with all later ones; beyond, launches follow one another. Not measured yet,
-# nor is the next: by a count of instructions the comparisons of 16384 tokens take 12 us of a whole H200.
+# A launch's slots lie in the shared memory of each block, in 64 KB; beyond, launches follow one another.
 MAX_TOKENS = 16384
-# Blocks that a multiprocessor should have at a time, since each waits for its own copies.
-BLOCKS_PER_CORE = 3
+MAX_TOKENS_OF_LONG_ROWS = 2048  # where a tile's rows leave too little
+SMEM_BYTES = 232_448  # of a block on Hopper
+# While so many blocks of a tile each run on a multiprocessor at a time, none waits for another.
+MAX_SMALL_BLOCKS = 8
 
 
 def tokens_per_launch(problem: Problem) -> int:
     """Tokens of each launch, equal but for the last."""
-    tokens = ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, MAX_TOKENS))
-    step = max(BLOCK_TOKENS)  # also of what copies begin at
+    most = MAX_TOKENS
+    smallest = Plan(problem, Config(min_block_tokens(problem)), 0, min(most, problem.num_tokens))
+    if smem_bytes(smallest) > SMEM_BYTES:
+        most = MAX_TOKENS_OF_LONG_ROWS
+    tokens = ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, most))
+    step = min(COLUMNS, most)  # copies of slots begin at whole rows of them
     return min(ceil_div(tokens, step) * step, problem.num_tokens)
 
 
@@ -53,18 +62,27 @@ def why_not(problem: Problem, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As many tokens a block as leave blocks for the whole GPU, and shared memory for several blocks."""
+    """The smallest tiles, a block each, while all run at a time; else a block of many warpgroups a core."""
     least = min_block_tokens(problem)
+    small = one_launch(problem, Config(least))
+    at_a_time = min(target.smem_bytes // smem_bytes(small), MAX_SMALL_BLOCKS)
+    if small.tiles <= target.core_count * at_a_time:
+        return dataclasses.replace(small.config, blocks=small.tiles)
 
     def fits(config: Config) -> bool:
         plan = one_launch(problem, config)
-        return (
-            plan.tiles >= BLOCKS_PER_CORE * target.core_count
-            and smem_bytes(plan) <= target.smem_bytes // BLOCKS_PER_CORE
-        )
+        workers = config.blocks * config.warpgroups
+        return plan.tiles >= workers and smem_bytes(plan) <= target.smem_bytes
 
-    wide = [tokens for tokens in BLOCK_TOKENS if tokens > least and fits(Config(tokens))]
-    return Config(max(wide, default=least))
+    # Without comparisons of slots, 4, 8 and 16 tokens a tile took the same 35.6 us for 16384 tokens of W2.
+    choices = [
+        Config(tokens, warpgroups, target.core_count)
+        for warpgroups in sorted(WARPGROUPS, reverse=True)
+        for tokens in sorted(BLOCK_TOKENS, reverse=True)
+        if tokens >= least
+    ]
+    fallback = Config(least, 1, target.core_count)
+    return next(filter(fits, choices), fallback)
 
 
 def usage(problem: Problem, config: Config) -> Usage:
@@ -75,6 +93,10 @@ def usage(problem: Problem, config: Config) -> Usage:
 def run(problem: Problem, config: Config, operands: Operands, *, interpret: bool = False) -> Results:
     """Launch the kernel on refs of the pools; `jax_paged_attn.kernels` has the contract."""
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+    # The interpreter runs a block's warpgroups in threads of XLA's pool, and hangs where those that wait for
+    # one another take all of it (jax 0.11.2, 0.12.0).
+    if interpret and _host_threads() <= config.warpgroups:
+        config = dataclasses.replace(config, warpgroups=1)
     # XLA fuses a kernel that updates in place with a slice that makes one of its operands, or with the slice
     # of a larger array (a loop's stacked results) that one of its results goes into; then it loses what the
     # kernel leaves alone (jax 0.11.2, 0.12.0). Barriers around it prevent that.
@@ -88,3 +110,10 @@ def run(problem: Problem, config: Config, operands: Operands, *, interpret: bool
         q = launch(plan, operands, pools, q, interpret=params)
     updated, q = lax.optimization_barrier(({name: jax.freeze(ref) for name, ref in pools.items()}, q))
     return Results(**updated, q=q)
+
+
+def _host_threads() -> int:
+    """Threads of the pool that XLA has for a CPU."""
+    if threads := os.environ.get("NPROC"):
+        return int(threads)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
 """The append kernel: new tokens go through shared memory into their slots of the pools, in place.
 
-A block brings a few tokens, finds out which of them a later token overwrites (`equal_slots.py`), rotates and
-rounds their rows where asked (`token_rows.py`), and sends each token's heads off in one copy for K and one
-for V. The last tokens come first: they have the fewest later ones to compare with, so that the first copies
-leave early and the comparisons of the others run beside them.
+Each warpgroup of a block walks over tiles of a few tokens. While a tile's rows come, it finds out which of
+them a later token overwrites (`equal_slots.py`); then it rotates and rounds them where asked
+(`token_rows.py`), and sends each token's heads off in one copy for K and one for V. The other warpgroups'
+tiles come and go meanwhile.
 """
 
 from typing import Any
@@ -31,10 +31,10 @@ def launch(
 
     If there is a q, returns it rotated: in `q_out`, which keeps the other tokens, or in a new array.
     """
-    p, tokens, rotation = plan.problem, plan.config.block_tokens, plan.problem.rotation
+    p, rotation = plan.problem, plan.problem.rotation
     x = operands
     inputs: dict[str, Any] = {
-        "slots": x.slots,
+        "slots": plan.equal_slots.operand(x.slots),
         "k": x.k_new.reshape(p.num_tokens * p.num_kv_heads, p.head_dim),
         "v": x.v_new.reshape(p.num_tokens * p.num_kv_heads, p.v_head_dim),
     }
@@ -52,79 +52,18 @@ def launch(
 
     def body(*args, **scratch):
         names = [f"{name}_gmem" for name in (*inputs, *refs_out, *outs)]
-        refs = dict(zip(names, args, strict=True)) | scratch
-        # The last tokens first.
-        first_token = plan.start + (plan.tiles - 1 - lax.axis_index("tile")) * tokens
-        if rotation is not None:
-            plgpu.copy_gmem_to_smem(
-                refs["positions_gmem"].at[pl.ds(first_token, tokens)],
-                refs["positions_smem"].at[pl.ds(0, tokens)],
-                refs["positions_ready"],
-            )
-        for name in plan.arrays:
-            rows, ready = plan.rows(name), refs["rows_ready"]
-            rows.load(refs[f"{name}_gmem"], refs[f"{name}_smem"], first_token, p.num_tokens, ready)
-            if plan.scale_kind(name) in ("head", "token"):
-                _load_scales(plan, name, first_token, refs)
-        plan.equal_slots.fetch_first(refs["slots_gmem"], first_token, refs)
-        if rotation is not None:
-            _store_cos_sin(plan, refs)
-        plan.equal_slots.keep_last(refs["slots_gmem"], first_token, p.num_slots, refs)
-        plgpu.barrier_wait(refs["rows_ready"])
-
-        def transform(token, _):
-            for name in plan.arrays:
-                source, target = refs[f"{name}_smem"], refs[plan.stored_name(name)]
-
-                def scale_of(layout, name=name):
-                    return _scale(plan, name, token, layout, refs)
-
-                first = 0
-                if rotation is not None and plan.rotates(name):
-                    half, first = plan.half, rotation.rotary_dim
-
-                    def cos_sin(layout):
-                        cos, sin = (refs[f"{of}_smem"].at[token] for of in ("cos", "sin"))
-                        return [plgpu.load(x, layout=layout, optimized=False) for x in (cos, sin)]
-
-                    registers = plan.registers(name, half)
-                    rotate_halves(plan.rows(name), registers, source, target, token, cos_sin, half, scale_of)
-                rest = plan.rows(name).columns - first
-                if plan.converts(name) and rest:
-                    registers = plan.registers(name, rest)
-                    convert_columns(plan.rows(name), registers, source, target, token, first, scale_of)
-
-        if any(plan.rotates(name) or plan.converts(name) for name in plan.arrays):
-            lax.fori_loop(0, tokens, transform, None)
-        plgpu.commit_smem()
-        if rotation is not None:
-            plan.rows("q").store(refs["q_smem"], refs["q_out_gmem"], first_token, p.num_tokens)
-
-        def store(token, _):
-            slot = refs["kept_smem"][token]
-
-            @pl.when(slot >= 0)
-            def _():
-                page, offset = div(slot, p.page_size), rem(slot, p.page_size)
-                for name in ("k", "v"):
-                    rows, source = plan.rows(name), refs[plan.stored_name(name)]
-                    plgpu.copy_smem_to_gmem(
-                        source.at[pl.ds(token * rows.pitch, rows.heads)],
-                        _slot(p.kv_layout, refs[f"{name}_pages_gmem"], page, slice(None), offset),
-                        commit_group=False,
-                    )
-                    if plan.scale_kind(name) == "token":
-                        _store_scales(plan, name, token, page, offset, refs)
-
-        lax.fori_loop(0, tokens, store, None)
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0)
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        own = plan.warpgroup_scratch()
+        refs = {name: ref.at[warpgroup] if name in own else ref for name, ref in scratch.items()}
+        _walk(plan, block, warpgroup, dict(zip(names, args, strict=True)) | refs)
 
     results = plgpu.kernel(
         body,
         out_type=list(outs.values()),
-        grid=(plan.tiles,),
-        grid_names=("tile",),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=plan.config.warpgroups,
+        thread_name="warpgroup",
         scratch_types=plan.scratch_types(),
         # Shared memory passes between warps at the commit_smem() calls alone.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
@@ -135,6 +74,118 @@ def launch(
         return None
     rotated = results[0] if outs else jax.freeze(refs_out["q_out"])
     return rotated.reshape(p.num_tokens, rotation.num_q_heads, p.head_dim)
+
+
+def _walk(plan: Plan, block: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
+    """Bring and write each tile of a warpgroup; those of a block's warpgroups alternate."""
+    warpgroups = plan.config.warpgroups
+    begin, end = (div(part * plan.tiles, plan.blocks) for part in (block, block + 1))
+    first = begin + warpgroup
+
+    def first_token(tile):
+        return plan.start + tile * plan.config.block_tokens
+
+    def load(tile):
+        _load_tile(plan, first_token(tile), refs)
+
+    def write(tile):
+        _write_tile(plan, first_token(tile), refs)
+
+    def step(turn, _):
+        tile = first + turn.astype(i32) * warpgroups
+        write(tile)
+
+        @pl.when(tile + warpgroups < end)
+        def _():
+            if "token" in (plan.scale_kind("k"), plan.scale_kind("v")):
+                plgpu.commit_smem()  # every warp has stored its scales
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load(tile + warpgroups)
+
+    if plan.one_tile_each:
+        load(first)
+    else:
+        pl.when(first < end)(lambda: load(first))
+    plan.equal_slots.fetch(refs["slots_gmem"], first_token(begin), warpgroup, refs)
+    plgpu.barrier_wait(refs["slots_ready"])
+    if plan.one_tile_each:
+        write(first)
+    else:
+        lax.fori_loop(0, div(jnp.maximum(end - first, 0) + (warpgroups - 1), warpgroups), step, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load_tile(plan: Plan, first_token: Any, refs: dict[str, Any]) -> None:
+    """Begin to bring what a tile needs, into shared memory that nobody uses any more."""
+    if plan.problem.rotation is not None:
+        tokens = plan.config.block_tokens
+        plgpu.copy_gmem_to_smem(
+            refs["positions_gmem"].at[pl.ds(first_token, tokens)],
+            refs["positions_smem"].at[pl.ds(0, tokens)],
+            refs["positions_ready"],
+        )
+    for name in plan.arrays:
+        rows, ready = plan.rows(name), refs["rows_ready"]
+        rows.load(refs[f"{name}_gmem"], refs[f"{name}_smem"], first_token, plan.problem.num_tokens, ready)
+        if plan.scale_kind(name) in ("head", "token"):
+            _load_scales(plan, name, first_token, refs)
+
+
+def _write_tile(plan: Plan, first_token: Any, refs: dict[str, Any]) -> None:
+    """Begin to write a tile once its rows are there."""
+    p, tokens, rotation = plan.problem, plan.config.block_tokens, plan.problem.rotation
+    kept = plan.equal_slots.kept(first_token, p.num_slots, refs)
+    if rotation is not None:
+        _store_cos_sin(plan, refs)
+    plgpu.barrier_wait(refs["rows_ready"])
+    if any(plan.rotates(name) or plan.converts(name) for name in plan.arrays):
+        lax.fori_loop(0, tokens, lambda token, _: _transform(plan, token, refs), None)
+    plgpu.commit_smem()
+    if rotation is not None:
+        plan.rows("q").store(refs["q_smem"], refs["q_out_gmem"], first_token, p.num_tokens)
+
+    def store(token, _):
+        @pl.when((lax.shift_right_logical(kept, token.astype(i32)) & 1) > 0)
+        def _():
+            slot = plan.equal_slots.slot(first_token, token, refs)
+            page, offset = div(slot, p.page_size), rem(slot, p.page_size)
+            for name in ("k", "v"):
+                rows, source = plan.rows(name), refs[plan.stored_name(name)]
+                plgpu.copy_smem_to_gmem(
+                    source.at[pl.ds(token * rows.pitch, rows.heads)],
+                    _slot(p.kv_layout, refs[f"{name}_pages_gmem"], page, slice(None), offset),
+                    commit_group=False,
+                )
+                if plan.scale_kind(name) == "token":
+                    _store_scales(plan, name, token, page, offset, refs)
+
+    lax.fori_loop(0, tokens, store, None)
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _transform(plan: Plan, token: Any, refs: dict[str, Any]) -> None:
+    """Rotate and round a token's rows."""
+    rotation = plan.problem.rotation
+    for name in plan.arrays:
+        source, target = refs[f"{name}_smem"], refs[plan.stored_name(name)]
+
+        def scale_of(layout, name=name):
+            return _scale(plan, name, token, layout, refs)
+
+        first = 0
+        if rotation is not None and plan.rotates(name):
+            half, first = plan.half, rotation.rotary_dim
+
+            def cos_sin(layout):
+                cos, sin = (refs[f"{of}_smem"].at[token] for of in ("cos", "sin"))
+                return [plgpu.load(x, layout=layout, optimized=False) for x in (cos, sin)]
+
+            registers = plan.registers(name, half)
+            rotate_halves(plan.rows(name), registers, source, target, token, cos_sin, half, scale_of)
+        rest = plan.rows(name).columns - first
+        if plan.converts(name) and rest:
+            registers = plan.registers(name, rest)
+            convert_columns(plan.rows(name), registers, source, target, token, first, scale_of)
 
 
 def _slot(kv_layout: str, pages_gmem: Any, page: Any, head: Any, offset: Any) -> Any:
@@ -178,14 +229,16 @@ def _store_scales(plan: Plan, name: str, token: Any, page: Any, offset: Any, ref
 
 
 def _store_cos_sin(plan: Plan, refs: dict[str, Any]) -> None:
-    """Put the cosines and sines of a block's tokens into shared memory."""
+    """Put the cosines and sines of a tile's tokens into shared memory."""
     rotation = plan.problem.rotation
     assert rotation is not None
     half, layout = plan.half, plan.registers("cos", plan.half).layout
     shape = (plan.cos_sin_rows, half)
     plgpu.barrier_wait(refs["positions_ready"])
     if rotation.table_positions is None:
-        positions = plgpu.load(refs["positions_smem"], layout=layout.reduce(1), optimized=False)
+        positions = plgpu.load(
+            refs["positions_smem"].at[pl.ds(0, shape[0])], layout=layout.reduce(1), optimized=False
+        )
         inv_freq = plgpu.load(refs["frequencies_gmem"], layout=layout.reduce(0), optimized=False)
         angles = along_columns(positions.astype(f32), shape) * along_rows(inv_freq, shape)
         angles = plgpu.layout_cast(angles, layout)

@@ -20,6 +20,7 @@ from .token_rows import Registers, TokenRows
 
 i32 = jnp.int32
 BLOCK_TOKENS = (2, 4, 8, 16)
+WARPGROUPS = (1, 2, 4)
 # Scales and positions come in copies that begin at multiples of 16 bytes.
 MIN_BLOCK_TOKENS_WITH_VECTORS = 4
 COPY_VALUES = 256  # of a flat array in one copy at most
@@ -34,20 +35,26 @@ class Config:
     Attributes
     ----------
     block_tokens : int
-        Tokens of a thread block: 2, 4, 8 or 16; with rotation or with scales of tokens 4 or more.
+        Tokens of a tile, which a warpgroup brings and writes at a time: 2, 4, 8 or 16; with rotation or with
+        scales of tokens 4 or more.
+    warpgroups : int
+        Warpgroups of a thread block, each with tiles of its own: 1, 2 or 4.
+    blocks : int
+        Thread blocks at most, between which the tiles are divided.
     """
 
     block_tokens: int = 4
+    warpgroups: int = 1
+    blocks: int = 132
 
     def __post_init__(self):
-        check_positive_int("block_tokens", self.block_tokens)
-        object.__setattr__(self, "block_tokens", int(self.block_tokens))  # of numpy's integers
-        check(
-            self.block_tokens in BLOCK_TOKENS,
-            "block_tokens",
-            f"one of {BLOCK_TOKENS}",
-            repr(self.block_tokens),
-        )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            check_positive_int(field.name, value)
+            object.__setattr__(self, field.name, int(value))  # of numpy's integers
+        for name, choices in (("block_tokens", BLOCK_TOKENS), ("warpgroups", WARPGROUPS)):
+            value = getattr(self, name)
+            check(value in choices, name, f"one of {choices}", repr(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +73,23 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        """The grid: a block a tile of tokens."""
+        """Tiles of tokens, of which the last may have fewer."""
         return ceil_div(self.end - self.start, self.config.block_tokens)
 
     @property
+    def blocks(self) -> int:
+        """The grid: no block without a tile."""
+        return min(self.config.blocks, ceil_div(self.tiles, self.config.warpgroups))
+
+    @property
+    def one_tile_each(self) -> bool:
+        """Whether each warpgroup has exactly one tile."""
+        return self.tiles == self.blocks * self.config.warpgroups
+
+    @property
     def equal_slots(self) -> EqualSlots:
-        return EqualSlots(self.problem.num_tokens, self.start, self.end, self.config.block_tokens)
+        tokens, config = self.problem.num_tokens, self.config
+        return EqualSlots(tokens, self.start, self.end, config.block_tokens, config.warpgroups)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -140,37 +158,41 @@ class Plan:
 
     @property
     def cos_sin_rows(self) -> int:
-        """Tokens of a block, rounded up to what registers hold."""
+        """Tokens of a tile, rounded up to what registers hold."""
         return round_up(self.config.block_tokens, self.registers("cos", self.half).rows)
 
     def scale_values(self, name: str) -> int:
-        """Scales of "k" or "v" that a block fetches, rounded up to whole copies."""
+        """Scales of "k" or "v" that a tile needs, rounded up to whole copies."""
         tokens = self.config.block_tokens if self.scale_kind(name) == "token" else 1
         return round_up(tokens * self.problem.num_kv_heads, 4)
 
     def scratch_types(self) -> dict[str, Any]:
         """Shared memory and barriers of a thread block, by the name of the body's argument."""
-        p = self.problem
-        types: dict[str, Any] = {}
+        return self.warpgroup_scratch() | self.equal_slots.scratch()
+
+    def warpgroup_scratch(self) -> dict[str, Any]:
+        """Those of which each warpgroup has its own, at its index."""
+        p, warpgroups = self.problem, self.config.warpgroups
+        types = self.equal_slots.warpgroup_scratch()
         arrivals = 0
         for name in self.arrays:
             rows = self.rows(name)
-            types[f"{name}_smem"] = rows.scratch(p.dtype)
+            types[f"{name}_smem"] = rows.scratch(warpgroups, p.dtype)
             arrivals += rows.copies
             if self.converts(name):
-                types[f"{name}_stored_smem"] = rows.scratch(self.pool_dtype(name))
+                types[f"{name}_stored_smem"] = rows.scratch(warpgroups, self.pool_dtype(name))
             if self.scale_kind(name) in ("head", "token"):
                 values = self.scale_values(name)
                 # A token's scales are read with those of the padding rows, whose values don't matter.
-                types[f"{name}_scale_smem"] = plgpu.SMEM((values + rows.pitch,), f32)
+                types[f"{name}_scale_smem"] = plgpu.SMEM((warpgroups, round_up(values + rows.pitch, 32)), f32)
                 arrivals += ceil_div(values, COPY_VALUES)
         if p.rotation is not None:
-            types["positions_smem"] = plgpu.SMEM((self.cos_sin_rows,), i32)
-            types["positions_ready"] = plgpu.Barrier()
+            types["positions_smem"] = plgpu.SMEM((warpgroups, round_up(self.cos_sin_rows, 32)), i32)
+            types["positions_ready"] = plgpu.Barrier(num_barriers=warpgroups)
             for name in ("cos_smem", "sin_smem"):
-                types[name] = plgpu.SMEM((self.cos_sin_rows, self.half), f32)
-        types["rows_ready"] = plgpu.Barrier(num_arrivals=arrivals)
-        return types | self.equal_slots.scratch()
+                types[name] = plgpu.SMEM((warpgroups, self.cos_sin_rows, self.half), f32)
+        types["rows_ready"] = plgpu.Barrier(num_barriers=warpgroups, num_arrivals=arrivals)
+        return types
 
 
 def why_no_plan(problem: Problem) -> str | None:
@@ -201,7 +223,7 @@ def why_no_plan(problem: Problem) -> str | None:
 
 
 def min_block_tokens(problem: Problem) -> int:
-    """The fewest tokens that a block can have."""
+    """The fewest tokens that a tile can have."""
     vectors = problem.rotation is not None or "token" in (problem.k_scale, problem.v_scale)
     return MIN_BLOCK_TOKENS_WITH_VECTORS if vectors else BLOCK_TOKENS[0]
 

@@ -1,12 +1,17 @@
-"""Finding tokens whose slot a later token has: blocks write in any order, and the last of equals must win.
+"""Finding tokens whose slot a later token has: tiles leave in any order, and the last of equals must win.
 
-Each block compares the slots of its own tokens with those of all later ones. That is quadratic, but in
-registers, beside the copies of other blocks, and waits for no other launch.
+A thread block brings the slots of all tokens from its own first one on into shared memory, once, and its
+warpgroups look through them for each tile. Neighbouring tokens mostly go to one page or two, and later tokens
+elsewhere: so a first look only asks whether any later slot lies in one of two ranges that hold the tile's
+own. Where one does, each own slot is compared with each later one.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,107 +19,185 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import ceil_div, div, rem, round_up
 from .layouts import along_columns, along_rows, full
+from .token_rows import NUM_WARPS, Registers
 
 i32 = jnp.int32
-THREADS = 128
-COPY_SLOTS = 256  # of one copy at most
-MAX_CHUNK = 1024
-STAGES = 2
-
-# Of [later tokens, own tokens] in registers: a thread has one later token and all own ones.
-PAIRS = plgpu.Layout.TILED(
-    plgpu.Tiling(((THREADS, 1), (32, 1))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
-)
+LEAST, LARGEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+# Slots that a warpgroup looks at together: a row a warp, and 16 bytes a thread.
+WINDOW = Registers(warp_rows=1, vector=4)
+COLUMNS = WINDOW.columns
+WINDOW_SLOTS = WINDOW.rows * COLUMNS
+COPY_ROWS = 32  # of one copy at most: four of 16 KB bring 16384 slots
 
 
 @dataclasses.dataclass(frozen=True)
 class EqualSlots:
-    """The comparison of a block's slots with later ones, a chunk at a time.
+    """The comparison of a tile's slots with later ones.
 
     Attributes
     ----------
     num_tokens : int
         Slots there are.
     start, end : int
-        Which of them the launch looks at; `start` is a multiple of `block_tokens`.
-    block_tokens : int
-        Tokens of a block: a power of two.
+        Which of them the launch looks at.
+    tile_tokens : int
+        Tokens of a tile: a power of two that divides `COLUMNS`.
+    warpgroups : int
+        Warpgroups of a block.
     """
 
     num_tokens: int
     start: int
     end: int
-    block_tokens: int
+    tile_tokens: int
+    warpgroups: int
 
     @property
-    def chunk(self) -> int:
-        """Slots that come together."""
-        return min(MAX_CHUNK, round_up(self.end - self.start, COPY_SLOTS))
+    def copy_rows(self) -> int:
+        """Rows of slots that come in one copy; one by one where the array is not made of whole rows."""
+        if self.num_tokens % COLUMNS or self.start % COLUMNS:
+            return 1
+        return min(COPY_ROWS, round_up(ceil_div(self.end - self.start, COLUMNS), WINDOW.rows))
+
+    @property
+    def copies(self) -> int:
+        return ceil_div(self.end - self.start, self.copy_rows * COLUMNS)
 
     def scratch(self) -> dict[str, Any]:
+        """What the warpgroups share."""
+        rows = round_up(self.copies * self.copy_rows, WINDOW.rows)
         return {
-            "slots_smem": plgpu.SMEM((STAGES, self.chunk), i32),
-            "slots_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=self.chunk // COPY_SLOTS),
-            "kept_smem": plgpu.SMEM((self.block_tokens,), i32),
+            "slots_smem": plgpu.SMEM((rows, COLUMNS), i32),
+            "slots_ready": plgpu.Barrier(num_arrivals=self.copies),
         }
 
-    def fetch_first(self, slots_gmem: Any, first_token: Any, refs: dict[str, Any]) -> None:
-        """Begin to fetch the chunk with the block's own slots and the one after it."""
-        chunk = div(first_token - self.start, self.chunk)
-        for stage in range(STAGES):
-            self._fetch(slots_gmem, chunk + stage, i32(stage), refs)
+    def warpgroup_scratch(self) -> dict[str, Any]:
+        """What each warpgroup has for itself, at its index."""
+        return {"found_smem": plgpu.SMEM((self.warpgroups, 2, NUM_WARPS), i32)}
 
-    def _fetch(self, slots_gmem: Any, chunk: Any, stage: Any, refs: dict[str, Any]) -> None:
-        first = self.start + chunk * self.chunk
+    def operand(self, slots: jax.Array) -> jax.Array:
+        """The slots as `fetch` takes them."""
+        return slots if self.copy_rows == 1 else slots.reshape(-1, COLUMNS)
 
-        @pl.when(first < self.end)
-        def _():
-            for i in range(self.chunk // COPY_SLOTS):
-                # Past the last slots these come again; their place in the chunk says that they don't count.
-                last = self.start + (self.num_tokens - 1 - self.start) // COPY_SLOTS * COPY_SLOTS
-                start = jnp.minimum(first + i * COPY_SLOTS, last)
+    def fetch(self, slots_gmem: Any, first_token: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
+        """Begin to bring this warpgroup's share of the slots from `first_token` on."""
+        needed = div(first_token - self.start, self.copy_rows * COLUMNS)
+
+        def fetch(turn, _):
+            copy = turn.astype(i32) * self.warpgroups + warpgroup
+
+            # Past the end of the array come zeros, which don't count.
+            @pl.when((copy >= needed) & (copy < self.copies))
+            def _():
+                if self.copy_rows == 1:
+                    source, target = pl.ds(self.start + copy * COLUMNS, COLUMNS), copy
+                else:
+                    first = copy * self.copy_rows
+                    source = pl.ds(self.start // COLUMNS + first, self.copy_rows)
+                    target = pl.ds(first, self.copy_rows)
                 plgpu.copy_gmem_to_smem(
-                    slots_gmem.at[pl.ds(start, COPY_SLOTS)],
-                    refs["slots_smem"].at[stage, pl.ds(i * COPY_SLOTS, COPY_SLOTS)],
-                    refs["slots_ready"].at[stage],
+                    slots_gmem.at[source], refs["slots_smem"].at[target], refs["slots_ready"]
                 )
 
-    def keep_last(self, slots_gmem: Any, first_token: Any, num_slots: int, refs: dict[str, Any]) -> None:
-        """Put the block's slots into "kept_smem", -1 for what is not to be written."""
-        own_tokens = self.block_tokens
-        slots_smem, shape = refs["slots_smem"], (THREADS, own_tokens)
-        first_chunk = div(first_token - self.start, self.chunk)
-        chunks = ceil_div(self.end - self.start, self.chunk)
-        plgpu.barrier_wait(refs["slots_ready"].at[0])
-        own_at = pl.ds(rem(first_token - self.start, self.chunk), own_tokens)
-        own = plgpu.load(slots_smem.at[0, own_at], layout=PAIRS.reduce(0), optimized=False)
-        own_index = first_token + plgpu.broadcasted_iota(i32, (own_tokens,), 0, layout=PAIRS.reduce(0))
+            @pl.when(copy < needed)
+            def _():
+                plgpu.barrier_arrive(refs["slots_ready"])
 
-        def compare(chunk, stage, equal, own_chunk):
-            for i in range(self.chunk // THREADS):
-                at = pl.ds(i * THREADS, THREADS)
-                later = plgpu.load(slots_smem.at[stage, at], layout=PAIRS.reduce(1), optimized=False)
-                index = plgpu.broadcasted_iota(i32, (THREADS,), 0, layout=PAIRS.reduce(1))
-                index = index + (self.start + chunk * self.chunk + i * THREADS)
-                later = jnp.where(index < self.end, later, i32(-1))
-                same = along_columns(later, shape) == along_rows(own, shape)
-                if own_chunk:
-                    same &= along_columns(index, shape) > along_rows(own_index, shape)
-                equal = jnp.where(same, full(shape, 1, PAIRS, i32), equal)
+        lax.fori_loop(0, ceil_div(self.copies, self.warpgroups), fetch, None)
+
+    def slot(self, first_token: Any, token: Any, refs: dict[str, Any]) -> Any:
+        """The slot of one of the tokens of the tile that begins with `first_token`."""
+        first = first_token - self.start
+        return refs["slots_smem"][div(first, COLUMNS), rem(first, COLUMNS) + token]
+
+    def kept(self, first_token: Any, num_slots: int, refs: dict[str, Any]) -> Any:
+        """Which tokens of a tile are to be written: bit t of the result says so of token t.
+
+        Between two calls, warps have to meet at a commit_smem().
+        """
+        own, bits = [], i32(0)
+        for token in range(self.tile_tokens):
+            slot = self.slot(first_token, token, refs)
+            valid = (slot >= 0) & (slot < num_slots) & (first_token + token < self.end)
+            own.append(jnp.where(valid, slot, i32(-1)))
+            bits |= jnp.where(valid, i32(1 << token), i32(0))
+        for token, slot in enumerate(own):
+            for later in own[token + 1 :]:
+                bits = jnp.where(slot == later, bits & i32(~(1 << token)), bits)
+
+        later = first_token + self.tile_tokens - self.start
+        near = self._any_near(own, later, refs)
+        return lax.cond(near, lambda: bits & ~self._equal(own, later, refs), lambda: bits)
+
+    def _any_near(self, own: list[Any], first: Any, refs: dict[str, Any]) -> Any:
+        """Whether a slot from `first` on lies in one of two ranges that hold all own slots."""
+        low = functools.reduce(jnp.minimum, [jnp.where(slot < 0, i32(LARGEST), slot) for slot in own])
+        high = functools.reduce(jnp.maximum, own)
+        middle = low + lax.div(high - low, i32(2))
+        low_end = functools.reduce(jnp.maximum, [jnp.where(slot <= middle, slot, low) for slot in own])
+        high_begin = functools.reduce(jnp.minimum, [jnp.where(slot > middle, slot, high) for slot in own])
+        ranges = ((low, low_end), (high_begin, high))
+
+        # Less `begin`, and in the order of unsigned integers, a slot is at most `end - begin` in the range
+        # alone. Added to the least integer, these are in the order of signed ones.
+        def look(later, nearest):
+            return tuple(
+                jnp.minimum(least, later + (i32(LEAST) - begin))
+                for least, (begin, _) in zip(nearest, ranges, strict=True)
+            )
+
+        furthest = full((WINDOW.rows, COLUMNS), LARGEST, WINDOW.layout, i32)
+        nearest = self._over_later(first, look, (furthest, furthest), refs)
+        within = [
+            least <= i32(LEAST) + (end - begin) for least, (begin, end) in zip(nearest, ranges, strict=True)
+        ]
+        near = jnp.where(within[0] | within[1], i32(1), i32(0))
+        return (high >= 0) & (_any_bits(near, 1, refs["found_smem"].at[0]) > 0)
+
+    def _equal(self, own: list[Any], first: Any, refs: dict[str, Any]) -> Any:
+        """Which own slots are those of some token from `first` on, as bits."""
+
+        def compare(later, equal):
+            for token, slot in enumerate(own):
+                equal = jnp.where(later == slot, equal | i32(1 << token), equal)
             return equal
 
-        def compare_later(chunk, equal):
-            turn = chunk - first_chunk
-            stage = rem(turn, STAGES)
-            plgpu.barrier_wait(refs["slots_ready"].at[stage])
-            equal = compare(chunk, stage, equal, False)
-            plgpu.commit_smem()  # everyone has read the stage
-            self._fetch(slots_gmem, chunk + STAGES, stage, refs)
-            return equal
+        none = full((WINDOW.rows, COLUMNS), 0, WINDOW.layout, i32)
+        equal = self._over_later(first, compare, none, refs)
+        return _any_bits(equal, len(own), refs["found_smem"].at[1])
 
-        equal = compare(first_chunk, i32(0), full(shape, 0, PAIRS, i32), True)
-        plgpu.commit_smem()
-        self._fetch(slots_gmem, first_chunk + STAGES, i32(0), refs)
-        equal = lax.fori_loop(first_chunk + 1, chunks, compare_later, equal)
-        dropped = (equal.max(axis=0) > 0) | (own >= num_slots) | (own_index >= self.end)
-        refs["kept_smem"][...] = jnp.where(dropped, i32(-1), own)
+    def _over_later(self, first: Any, body: Callable[[Any, Any], Any], carry: Any, refs: dict[str, Any]):
+        """Run `carry = body(slots, carry)` over windows of the slots from `first` on, -1 in others' place."""
+        count = self.end - self.start
+        shape, layout = (WINDOW.rows, COLUMNS), WINDOW.layout
+
+        def step(window, carry, *, whole=True):
+            at = pl.ds(window * WINDOW.rows, WINDOW.rows)
+            slots = plgpu.load(refs["slots_smem"].at[at], layout=layout, optimized=False)
+            if not whole:
+                rows = plgpu.broadcasted_iota(i32, shape[:1], 0, layout=layout.reduce(1))
+                columns = plgpu.broadcasted_iota(i32, shape[1:], 0, layout=layout.reduce(0))
+                index = along_columns(rows * COLUMNS + window * WINDOW_SLOTS, shape)
+                index = index + along_rows(columns, shape)
+                slots = jnp.where((index >= first) & (index < count), slots, i32(-1))
+            return body(slots, carry)
+
+        windows, whole_windows = ceil_div(count, WINDOW_SLOTS), count // WINDOW_SLOTS
+        begin = jnp.minimum(div(first, WINDOW_SLOTS), windows - 1)
+        carry = step(begin, carry, whole=False)
+        if whole_windows > 1:
+            carry = lax.fori_loop(begin + 1, whole_windows, step, carry)
+        if windows > max(whole_windows, 1):
+            carry = step(windows - 1, carry, whole=False)
+        return carry
+
+
+def _any_bits(x: Any, count: int, found_smem: Any) -> Any:
+    """The first `count` bits that any value of [rows, columns] has, as a scalar.
+
+    Not by a reduction across warps, for which all warpgroups have the same memory (jax 0.11.2, 0.12.0).
+    """
+    bits = [(x & i32(1 << bit)).max(axis=1) for bit in range(count)]
+    found_smem[...] = functools.reduce(jnp.bitwise_or, bits)
+    plgpu.commit_smem()
+    return functools.reduce(jnp.bitwise_or, [found_smem[warp] for warp in range(NUM_WARPS)])

@@ -1,4 +1,4 @@
-"""The heads of a block's tokens as rows of shared memory: how they come, are rotated and rounded."""
+"""The heads of a tile's tokens as rows of shared memory: how they come, are rotated and rounded."""
 
 import dataclasses
 import math
@@ -79,12 +79,12 @@ class Registers:
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """How the heads of a block's tokens lie in shared memory: rows, each token's from a multiple of `pitch`.
+    """How the heads of a tile's tokens lie in shared memory: rows, each token's from a multiple of `pitch`.
 
     Attributes
     ----------
     tokens, heads, columns : int
-        Tokens of a block, heads of each, and their head_dim.
+        Tokens of a tile, heads of each, and their head_dim.
     pitch : int
         Rows from one token to the next.
     width : int
@@ -119,8 +119,10 @@ class TokenRows:
         """The same with tokens that begin at multiples of `step` rows."""
         return dataclasses.replace(self, pitch=round_up(self.pitch, step))
 
-    def scratch(self, dtype: Any) -> Any:
-        return SharedTile.choose(dtype, self.columns, self.width).scratch(self.tokens * self.pitch)
+    def scratch(self, warpgroups: int, dtype: Any) -> Any:
+        """Shared memory for a tile of each warpgroup."""
+        tile = SharedTile.choose(dtype, self.columns, self.width)
+        return tile.scratch(warpgroups, self.tokens * self.pitch)
 
     def of(self, smem: Any, token: Any, first_column: int = 0, columns: int | None = None) -> Any:
         """A token's rows, padding included, or a slice of their columns."""
@@ -147,13 +149,13 @@ class TokenRows:
             yield token, part, lambda token: gmem.at[pl.ds(token * self.heads, count)]
 
     def load(self, gmem: Any, smem: Any, first_token: Any, num_tokens: int, ready: Any) -> None:
-        """Begin to copy a block's tokens from [num_tokens * heads, columns]."""
+        """Begin to copy a tile's tokens from [num_tokens * heads, columns]."""
         for token, part, rows_of in self._copies(gmem, smem, first_token):
             # Past the end the last token comes again, and what lies past the array reads as 0.
             plgpu.copy_gmem_to_smem(rows_of(jnp.minimum(token, num_tokens - 1)), part, ready)
 
     def store(self, smem: Any, gmem: Any, first_token: Any, num_tokens: int) -> None:
-        """Begin to copy a block's tokens to [num_tokens * heads, columns]; what lies past it is dropped."""
+        """Begin to copy a tile's tokens to [num_tokens * heads, columns]; what lies past it is dropped."""
         for token, part, rows_of in self._copies(gmem, smem, first_token):
 
             @pl.when(token < num_tokens)
