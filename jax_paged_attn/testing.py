@@ -129,6 +129,14 @@ CASES = (
     Case("group_32", num_q_heads=32, num_kv_heads=1, interpret=True),
     Case("group_48", num_q_heads=48, num_kv_heads=1, interpret=True),
     Case("group_71", num_q_heads=71, num_kv_heads=1, interpret=True, newest=True),
+    Case("group_17_nhd", (5, 0, 131), 34, 2, head_dim=128, kv_layout="NHD", interpret=True),
+    Case("group_40_starts", (300, 64), 40, 1, head_dim=128, v_head_dim=64, kv_starts=(70, 0), interpret=True),
+    Case(
+        "group_71_float16", (5, 200, 400), 71, 1, head_dim=128, dtype="float16", num_splits=3, interpret=True
+    ),
+    Case("group_64_head_dim_256", (3, 1000), 64, 1, head_dim=256, page_size=64),
+    Case("group_24_page_12", (3, 130), 24, 1, head_dim=128, page_size=12),
+    Case("group_32_head_dim_192", (3, 700, 0), 32, 1, head_dim=192, v_head_dim=128, page_size=544),
     Case("head_dim_16", head_dim=16, interpret=True),
     Case("head_dim_24", head_dim=24, interpret=True),
     Case("head_dim_56", head_dim=56, interpret=True),

@@ -25,13 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import asm, i32, int32
+from .inline import asm, i32, int32, lane_and_warp, offset_in
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, f32
-from .shared_tile import SWIZZLE_ROWS, SharedTile
+from .shared_tile import SharedTile
 
 f16 = jnp.dtype(jnp.float16)
 CHUNK = 16  # columns of a row of one 8 x 8 matrix, which are also the depth of one product
-LANES = 32
 MATRICES = 4  # that one instruction loads
 # Bytes of a word that become the first pair of float16, and those that become the second.
 NEIGHBOURS, EVERY_OTHER = ((0, 1), (2, 3)), ((0, 2), (1, 3))
@@ -95,7 +94,7 @@ class ByteOperands(Operands):
 
     def _load_queries(self, ref: Any, heads: int, columns: int) -> tuple[Any, Any]:
         """Lane 4 n + t has the columns 4 t to 4 t + 3 of each chunk of head n."""
-        lane, _ = _lane_and_warp()
+        lane, _ = lane_and_warp()
         quad, base = arith.remui(lane, i32(4)), utils.memref_ptr(ref)
         operands, powers = [], []
         for tile in range(heads // MMA_COLUMNS):
@@ -133,7 +132,7 @@ class ByteOperands(Operands):
         )
 
     def _load_keys(self, ref: Any, keys: int, columns: int) -> Any:
-        lane, warp = _lane_and_warp()
+        lane, warp = lane_and_warp()
         matrix, row = arith.divui(lane, i32(8)), arith.remui(lane, i32(8))
         chunks = columns // CHUNK
         registers = np.empty((keys // MMA_ROWS, chunks, 2, 2), object)
@@ -145,7 +144,7 @@ class ByteOperands(Operands):
                 second = i32(min(chunk + 1, chunks - 1) - chunk)
                 at = arith.addi(i32(chunk), arith.muli(arith.divui(matrix, i32(2)), second))
                 column = arith.muli(at, i32(CHUNK))
-                offset = _offset(self.k, arith.addi(row, i32(tile * MMA_ROWS)), column)
+                offset = offset_in(self.k, arith.addi(row, i32(tile * MMA_ROWS)), column)
                 words = _load_matrices(ref, offset, transposed=False)
                 for i, word in enumerate(words):
                     if chunk + i // 2 < chunks:
@@ -154,12 +153,12 @@ class ByteOperands(Operands):
         return _array(registers, (keys, columns), self.lhs)
 
     def _load_values(self, ref: Any, keys: int, columns: int) -> Any:
-        lane, warp = _lane_and_warp()
+        lane, warp = lane_and_warp()
         registers = np.empty((columns // MMA_ROWS, keys // CHUNK, 2, 2), object)
         for tile in range(columns // MMA_ROWS):
             column = arith.addi(arith.muli(warp, i32(CHUNK)), i32(tile * MMA_ROWS))
             for key in range(0, keys, 8 * MATRICES):
-                offset = _offset(self.v, arith.addi(lane, i32(key)), column)
+                offset = offset_in(self.v, arith.addi(lane, i32(key)), column)
                 words = _load_matrices(ref, offset, transposed=True)
                 for i, word in enumerate(words):
                     pairs = _to_f16(word, self.v.dtype, EVERY_OTHER)
@@ -171,22 +170,6 @@ def _exchange(x: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
     """Exchange the first two axes of the chunks of x's last axis, seen as `shape`."""
     chunks = x.reshape(*x.shape[:-1], x.shape[-1] // CHUNK, *shape)
     return chunks.swapaxes(-3, -2).reshape(x.shape)
-
-
-def _offset(tile: SharedTile, row: ir.Value, column: ir.Value) -> ir.Value:
-    """Where 16 bytes of a row begin."""
-    rows = SWIZZLE_ROWS if tile.swizzled else 1
-    piece = arith.divui(column, i32(tile.width))
-    pieces = arith.muli(arith.divui(row, i32(rows)), i32(tile.columns // tile.width))
-    in_piece = arith.addi(
-        arith.muli(arith.remui(row, i32(rows)), i32(tile.width)), arith.remui(column, i32(tile.width))
-    )
-    offset = arith.addi(arith.muli(arith.addi(pieces, piece), i32(rows * tile.width)), in_piece)
-    if len(tile.transforms) == 1:
-        return offset
-    # Swizzled, the 16 bytes change places by the 128 bytes that they lie in.
-    line = arith.remui(arith.divui(offset, i32(128)), i32(tile.width // CHUNK))
-    return arith.xori(offset, arith.muli(line, i32(CHUNK)))
 
 
 def _array(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
@@ -205,12 +188,6 @@ def _moved(registers: np.ndarray) -> np.ndarray:
         [value] = asm([single], "mov.b32 $0, $1;", "=f,f", [vector.extract(register, [], [0])])
         moved[at] = vector.from_elements(register.type, [value])
     return moved
-
-
-def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    thread = utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
-    return arith.remui(thread, i32(LANES)), warp
 
 
 def _load_matrices(ref: ir.Value, offset: ir.Value, *, transposed: bool) -> list[ir.Value]:

@@ -83,6 +83,8 @@ def why_not(problem: Problem, target: Target) -> str | None:
 def _block_kv(problem: Problem) -> int:
     """Keys of a tile of TILE_BYTES, or of fewer where pages would leave much of it unused."""
     plan = Plan(problem, Config())
+    if plan.wide:
+        return MMA_ROWS
     row_bytes = (plan.k_columns + plan.v_columns) * problem.k_dtype.itemsize
     for block_kv in DEFAULT_BLOCK_KV:
         if block_kv * row_bytes > TILE_BYTES:

@@ -8,6 +8,7 @@ float32 partial results, which `merge_kernel.py` combines in a second launch.
 products of `layouts.py`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax_paged_attn.validation import LAYOUT_AXES
 from . import softmax
 from .integers import rem
 from .layouts import along_columns, along_rows, f32, full
-from .output import head_tile, store_output
+from .output import find_head_tile, store_output
 from .page_loading import TileLoader, entry_spec, page_spec
 from .plan import Plan
 from .rows import BatchRows, Table, VectorRows
@@ -54,7 +55,8 @@ def launch(
     unit = plan.operands(interpret=interpret is not None)
     block_kv, heads = plan.config.block_kv, plan.tile_heads
     table_arrays = table.arrays()
-    operands = [q, k_pages, v_pages, *table_arrays.values(), *scales.values()]
+    grouped = q.reshape(p.batch, p.num_kv_heads, p.group_size, p.head_dim)
+    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *scales.values()]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
@@ -69,7 +71,7 @@ def launch(
         names = [f"{name}_gmem" for name in (*scales, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
-        kv_head, first_head, _ = head_tile(plan, head)
+        kv_head, _, head_tile = find_head_tile(plan, head)
         scale_log2 = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
         if p.k_scale == "head":
             scale_log2 *= refs["k_scale_gmem"][kv_head]
@@ -106,7 +108,9 @@ def launch(
             wide = pl.ds(0, p.head_dim) if p.head_dim == plan.k_columns else pl.ds(part * 0, plan.k_columns)
             # Rows past the tile's own heads belong to other heads or read as 0; their results are dropped.
             plgpu.copy_gmem_to_smem(
-                q_gmem.at[b, pl.ds(first_head, heads), wide], scratch["q_smem"].at[slot], scratch["q_ready"]
+                q_gmem.at[b, kv_head, pl.ds(head_tile * heads, heads), wide],
+                scratch["q_smem"].at[slot],
+                scratch["q_ready"],
             )
 
         def valid_keys(row, tile, key):
@@ -124,8 +128,7 @@ def launch(
             acc, state, step, cursors = carry
             slot = rem(step, plan.config.num_stages)
             plgpu.barrier_wait(scratch["kv_ready"].at[slot])
-            k = unit.load_keys(scratch["k_smem"].at[slot])
-            s = unit.dot(full((block_kv, heads), 0, unit.acc), k, queries) * score_scale
+            s = unit.scores(scratch["k_smem"].at[slot], queries) * score_scale
             if p.k_scale == "token":
                 s *= along_columns(token_scale("k_scale", slot), s.shape)
             valid = None
@@ -140,21 +143,16 @@ def launch(
                     probs = jnp.where(valid, probs, f32(0))
             else:
                 state, probs, rescale = state.update(s, valid, unit.headroom)
-            scratch["p_smem"][...] = probs.astype(unit.dtype)
-            plgpu.commit_smem()
-            probs = plgpu.load(scratch["p_smem"], layout=unit.rhs, optimized=False)
-            v = unit.load_values(scratch["v_smem"].at[slot])
-            if masked:  # unused slots may hold NaN, and 0 * NaN is NaN
-                key = plgpu.broadcasted_iota(i32, (block_kv,), 0, layout=unit.lhs.reduce(0))
-                valid = along_rows(valid_keys(row, tile, key), v.shape)
-                v = jnp.where(valid, v, full(v.shape, 0, unit.lhs, unit.dtype))
-            acc = unit.dot(acc * along_rows(rescale, acc.shape), v, probs)
+            is_key = functools.partial(valid_keys, row, tile) if masked else None
+            acc = acc * along_rows(rescale, acc.shape)
+            acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
             plgpu.commit_smem()  # everyone is done with the slot and with p_smem
             return acc, state, step + 1, loader.load(cursors)
 
-        pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
+        if not plan.wide:
+            pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
         cursors = loader.start(run)
         if plan.token_scaled:
             token_scales.wait()
@@ -178,11 +176,10 @@ def launch(
             def _():
                 at = (part, jnp.where(begins, plan.sides - 1, 0), head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                scratch["acc_smem"][...] = acc
                 scratch["stats_smem"][0] = max_log2
                 scratch["stats_smem"][1] = weight_sum
+                unit.store_piece(acc, refs, refs["acc_gmem"].at[at])
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(scratch["acc_smem"], refs["acc_gmem"].at[at])
                 plgpu.copy_smem_to_gmem(scratch["stats_smem"], refs["max_sum_gmem"].at[at])
 
             def record(followers):
@@ -201,12 +198,16 @@ def launch(
             left, b, begin, step, q_slot, cursors = carry
             row = rows.row(b)
             end = jnp.minimum(begin + left, row.end_tile)
-            plgpu.barrier_wait(scratch["q_ready"])
-            queries, factor = unit.load_queries(scratch["q_smem"].at[q_slot])
+            if plan.wide:
+                unit.bring_queries(q_gmem.at[b, kv_head], head_tile * heads, scratch["q_smem"])
+                queries, factor = scratch["q_smem"], None
+            else:
+                plgpu.barrier_wait(scratch["q_ready"])
+                queries, factor = unit.load_queries(scratch["q_smem"].at[q_slot])
+                pl.when(left > end - begin)(lambda: load_q(b + 1, 1 - q_slot))
             score_scale = scale_log2
             if factor is not None:
                 score_scale = along_rows(factor * scale_log2, (block_kv, heads))
-            pl.when(left > end - begin)(lambda: load_q(b + 1, 1 - q_slot))
 
             def attend(masked):
                 return lambda tile, c: attend_tile(masked, tile, c, queries, score_scale, row)

@@ -4,7 +4,10 @@ from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
+
+from .layouts import LANES, NUM_WARPS
+from .shared_tile import MAX_SWIZZLE, SWIZZLE_ROWS, SharedTile
 
 
 def int32() -> ir.Type:
@@ -24,3 +27,26 @@ def asm(
         return [result] if results else []
     struct = llvm.inline_asm(llvm.StructType.get_literal(results), operands, code, constraints, **kwargs)
     return [llvm.extractvalue(result, struct, [i]) for i, result in enumerate(results)]
+
+
+def lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    """Of this thread, in its warpgroup."""
+    thread = utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
+    return arith.remui(thread, i32(LANES)), warp
+
+
+def offset_in(tile: SharedTile, row: ir.Value, column: ir.Value) -> ir.Value:
+    """Byte at which a row's 16 bytes from `column` on begin."""
+    rows = SWIZZLE_ROWS if tile.swizzled else 1
+    piece, in_piece = (op(column, i32(tile.width)) for op in (arith.divui, arith.remui))
+    group, in_group = (op(row, i32(rows)) for op in (arith.divui, arith.remui))
+    piece = arith.addi(arith.muli(group, i32(tile.columns // tile.width)), piece)
+    row = arith.addi(arith.muli(piece, i32(rows)), in_group)
+    column = arith.muli(in_piece, i32(tile.dtype.itemsize))
+    offset = arith.addi(arith.muli(row, i32(tile.row_bytes)), column)
+    if len(tile.transforms) == 1:
+        return offset
+    # Swizzled, the 16 bytes change places by the 128 bytes that they lie in.
+    line = arith.remui(arith.divui(offset, i32(MAX_SWIZZLE)), i32(tile.row_bytes // 16))
+    return arith.xori(offset, arith.muli(line, i32(16)))

@@ -25,7 +25,7 @@ def pieces_at_once(plan: Plan) -> int:
     """Pieces that are read and added together. With fixed splits the batch has no say in it."""
     slices = plan.merge_slices if plan.problem.num_splits is None else 1
     values = plan.tile_heads * plan.v_columns // slices
-    return min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // values)
+    return min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, max(PIECE_VALUES // values, 1))
 
 
 def merge(
@@ -40,7 +40,7 @@ def merge(
     at_once = pieces_at_once(plan)
     names = ["out"] + (["lse"] if p.return_lse else [])
     scales = {"v_scale": scales["v_scale"]} if p.v_scale == "head" else {}
-    unit = plan.operands(interpret=interpret is not None)
+    unit = plan.merge_operands(interpret=interpret is not None)
 
     def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *rest, **scratch):
         refs = dict(zip((f"{name}_gmem" for name in (*scales, *names)), rest, strict=True)) | scratch

@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import softmax
 from .integers import div, rem
-from .layouts import TURNED, Operands, along_rows, f32
+from .layouts import Operands, along_rows, f32
 from .plan import Plan
 
 
-def head_tile(plan: Plan, head: Any) -> tuple[Any, Any, Any]:
+def find_head_tile(plan: Plan, head: Any) -> tuple[Any, Any, Any]:
     """(kv head, first query head, which tile of the kv head's query heads) of the grid's `head`."""
     kv_head, tile = div(head, plan.head_groups), rem(head, plan.head_groups)
     return kv_head, kv_head * plan.problem.group_size + tile * plan.tile_heads, tile
@@ -48,8 +48,8 @@ def store_output(
     `acc` [columns, heads] is not yet divided by `weight_sum` [heads], nor multiplied by a scale of V. It has
     the columns from `first_column` on, or all of them without it.
     """
-    kv_head, first_head, tile = head_tile(plan, head)
-    acc_smem, out_smem, stats_smem = refs["acc_smem"], refs["out_smem"], refs["stats_smem"]
+    kv_head, first_head, tile = find_head_tile(plan, head)
+    out_smem, stats_smem = refs["out_smem"], refs["stats_smem"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     empty = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
     weight_sum = jnp.where(empty, f32(1), weight_sum)
@@ -57,14 +57,10 @@ def store_output(
     if plan.problem.v_scale == "head":
         # A row without keys gives 0 whatever the scale is.
         factor *= jnp.where(empty, f32(1), refs["v_scale_gmem"][kv_head])
-    acc_smem[...] = acc * along_rows(factor, acc.shape)
     if plan.problem.return_lse:
         lse = (max_log2 + jnp.log2(weight_sum)) * f32(softmax.LN_2)
         stats_smem[0] = jnp.where(empty, f32(-np.inf), lse)
-    plgpu.commit_smem()
-    turned = plgpu.load(acc_smem.transpose((1, 0)), layout=TURNED, optimized=False)
-    out_smem[...] = unit.in_order(turned).astype(plan.problem.dtype)
-    plgpu.commit_smem()
+    unit.turn(acc * along_rows(factor, acc.shape), refs)
 
     def store(count: int):
         columns, head_dim = acc.shape[0], plan.problem.v_head_dim

@@ -14,9 +14,11 @@ from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS, Operands
 from .schedule import Schedule
 from .shared_tile import SharedTile
 from .tiling import Tiling
+from .wide_operands import WideOperands
 
 MAX_TILE_HEADS = 16  # query heads of a tile
-MAX_WIDE_COLUMNS = 384  # of K and V together, of which a tile of 1-byte values can have so many heads
+MAX_WIDE_TILE_HEADS = {64: 72, 128: 56, 192: 40, 256: 32}  # with `wgmma`, by the output's columns
+MAX_COLUMNS_OF_BYTES = 384  # of K and V together, of which a tile of 1-byte values can have so many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
 MAX_SCALAR_ROWS = 32
@@ -96,7 +98,14 @@ class Plan:
     @property
     def q_tile(self) -> SharedTile:
         """Query heads in shared memory."""
-        return SharedTile.choose(self.problem.dtype, self.k_columns, self.problem.head_dim)
+        p = self.problem
+        return SharedTile.choose(p.dtype, self.k_columns, p.head_dim, swizzled=self.wide)
+
+    @property
+    def p_tile(self) -> SharedTile:
+        """Weights of a head in shared memory, for `wgmma`."""
+        block_kv = self.config.block_kv
+        return SharedTile.choose(self.operand_dtype, block_kv, block_kv, swizzled=True)
 
     @property
     def token_scaled(self) -> tuple[str, ...]:
@@ -109,10 +118,25 @@ class Plan:
         return SharedTile.choose(self.problem.dtype, columns, self.problem.v_head_dim)
 
     def operands(self, *, interpret: bool) -> Operands:
-        """How queries, keys and values get to the matrix unit."""
+        """How the decode kernel multiplies."""
+        if self.wide:
+            out = self.out_tile(self.v_columns)
+            return WideOperands(self.operand_dtype, interpret, self.q_tile, self.p_tile, out)
+        return self.merge_operands(interpret=interpret)
+
+    def merge_operands(self, *, interpret: bool) -> Operands:
+        """How the merge gets its output to memory."""
         if self.quantized:
             return ByteOperands(self.operand_dtype, interpret, self.q_tile, self.k_tile, self.v_tile)
         return Operands(self.operand_dtype, interpret)
+
+    @property
+    def wide(self) -> bool:
+        """Whether the group has too many query heads for registers, and shared memory suits `wgmma`."""
+        p = self.problem
+        swizzles = all(dim % MMA_ROWS == 0 for dim in (p.head_dim, p.v_head_dim)) and self.tiling.swizzled
+        one_instruction = self.config.block_kv == MMA_ROWS
+        return p.group_size > MAX_TILE_HEADS and not self.quantized and swizzles and one_instruction
 
     @property
     def head_groups(self) -> int:
@@ -122,13 +146,15 @@ class Plan:
     @property
     def tile_heads(self) -> int:
         """Query heads of a tile, padded to the matrix unit's step."""
-        return min(round_up(self.problem.group_size, MMA_COLUMNS), self.max_tile_heads)
+        return round_up(ceil_div(self.problem.group_size, self.head_groups), MMA_COLUMNS)
 
     @property
     def max_tile_heads(self) -> int:
-        """More query heads than these do not leave registers for q, the output and what comes of bytes."""
-        wide = self.k_columns + self.v_columns > MAX_WIDE_COLUMNS
-        return MAX_TILE_HEADS // 2 if self.quantized and wide else MAX_TILE_HEADS
+        """More query heads than these do not leave registers for all that a thread holds."""
+        if self.wide:
+            return MAX_WIDE_TILE_HEADS[self.v_columns]
+        many_columns = self.k_columns + self.v_columns > MAX_COLUMNS_OF_BYTES
+        return MAX_TILE_HEADS // 2 if self.quantized and many_columns else MAX_TILE_HEADS
 
     @property
     def heads(self) -> int:

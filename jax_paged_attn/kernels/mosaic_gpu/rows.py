@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import ceil_div, div, rem
-from .layouts import LANES
+from .layouts import ONE_EACH
 from .tiling import Tiling
 
 i32 = jnp.int32
@@ -133,7 +133,7 @@ class VectorRows(BatchRows):
         fields = {name: rows_smem.at[f] for f, name in enumerate(fields)}
         super().__init__(table._replace(**fields), tiling, batch)
         self.sums_smem = sums_smem
-        lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LANES)
+        lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ONE_EACH)
         for c in chunks:  # what the shifts below read before a chunk's first row
             for buffer in range(2):
                 sums_smem[buffer, c, pl.ds(0, CHUNK)] = jnp.zeros_like(lane)
@@ -141,7 +141,7 @@ class VectorRows(BatchRows):
         sums = []
         for c in chunks:
             rows = {
-                name: plgpu.load(field.at[pl.ds(c * CHUNK, CHUNK)], layout=LANES)
+                name: plgpu.load(field.at[pl.ds(c * CHUNK, CHUNK)], layout=ONE_EACH)
                 for name, field in fields.items()
             }
             _, kv_len, kv_start = table._replace(**rows).clipped(lane, tiling.page_size)
@@ -155,7 +155,7 @@ class VectorRows(BatchRows):
             plgpu.commit_smem()
             for c in chunks:
                 earlier = sums_smem.at[k % 2, c, pl.ds(CHUNK - shift, CHUNK)]
-                sums[c] = sums[c] + plgpu.load(earlier, layout=LANES)
+                sums[c] = sums[c] + plgpu.load(earlier, layout=ONE_EACH)
         self.sums, self.buffer = sums, len(shifts) % 2
         for c in chunks:
             sums_smem[self.buffer, c, pl.ds(CHUNK, CHUNK)] = sums[c]

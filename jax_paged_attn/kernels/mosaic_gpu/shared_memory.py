@@ -22,13 +22,17 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     types = {
         "k_smem": plan.k_tile.scratch(*ring),
         "v_smem": plan.v_tile.scratch(*ring),
-        "q_smem": plan.q_tile.scratch(2, heads),
-        "p_smem": plgpu.SMEM((plan.config.block_kv, heads), plan.operand_dtype),
-        "acc_smem": plgpu.SMEM((plan.v_columns, heads), f32),
         "out_smem": plan.out_tile(plan.v_columns).scratch(heads),
         "stats_smem": plgpu.SMEM((2, heads), f32),
-        "q_ready": plgpu.Barrier(),
     } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
+    if plan.wide:
+        types["q_smem"] = plan.q_tile.scratch(heads)
+        types["p_smem"] = plan.p_tile.scratch(heads)
+    else:
+        types["q_smem"] = plan.q_tile.scratch(2, heads)
+        types["q_ready"] = plgpu.Barrier()
+        types["p_smem"] = plgpu.SMEM((plan.config.block_kv, heads), plan.operand_dtype)
+        types["acc_smem"] = plgpu.SMEM((plan.v_columns, heads), f32)
     for name in plan.token_scaled:
         types[f"{name}_smem"] = plgpu.SMEM(ring, f32)
     if plan.vector_rows:
