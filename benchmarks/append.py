@@ -36,7 +36,7 @@ from benchmarks.report import Result
 from benchmarks.session import LAYOUTS, Session, Settings, add_options, add_workload_options, exit_status
 from benchmarks.timing import UpdatingCalls
 from jax_paged_attn import explain
-from jax_paged_attn.kernels.mosaic_gpu.append import BLOCK_TOKENS, WARPGROUPS, Config
+from jax_paged_attn.kernels.mosaic_gpu.append import BLOCK_TOKENS, STAGES, WARPGROUPS, Config
 
 NOTES = """\
 - Every result is compared with the reference before it is timed, and the timed results again: what is not
@@ -52,8 +52,8 @@ def at_each_config(call: Callable[..., Any], arguments: tuple) -> Iterator[tuple
     call = functools.partial(call, implementation="mosaic_gpu")
     default = explain(call, *arguments).config
     warpgroups_in_all = default.warpgroups * default.blocks
-    for warpgroups, block_tokens in itertools.product(WARPGROUPS, BLOCK_TOKENS):
-        config = Config(block_tokens, warpgroups, -(-warpgroups_in_all // warpgroups))
+    for stages, warpgroups, block_tokens in itertools.product(STAGES, WARPGROUPS, BLOCK_TOKENS):
+        config = Config(block_tokens, warpgroups, -(-warpgroups_in_all // warpgroups), stages)
         configured = functools.partial(call, config=config)
         try:
             explain(configured, *arguments)

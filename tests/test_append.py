@@ -95,7 +95,13 @@ def check_equal_slots(slots, config):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "config"), [(1024, Config(16, 4, 3)), (1152, Config(8, 2, 99)), (1100, Config(16, 1, 3))]
+    ("num_tokens", "config"),
+    [
+        (1024, Config(16, 4, 3)),
+        (1152, Config(8, 2, 99)),
+        (1100, Config(16, 1, 3)),
+        (1100, Config(8, 2, 3, 2)),
+    ],
 )
 def test_equal_slots_far_apart_in_the_kernel(monkeypatch, num_tokens, config):
     """Pairs in every pair of windows, slots coming in several copies; all other tokens are kept."""
@@ -135,7 +141,7 @@ def test_default_config():
         return record.config
 
     assert config(128) == Config(2, 1, 64)
-    assert config(16384) == Config(8, 4, 132)
+    assert config(16384) == Config(4, 4, 132, 2)
     assert config(40000, "int8") == Config(4, 4, 132)
 
 
@@ -149,6 +155,15 @@ def test_slots_at_the_ends_of_int32():
         for config in (Config(2), Config(8)):
             actual = append_paged_kv(*args, implementation="mosaic_gpu", config=config)
             same_bits(actual, append_paged_kv(*args, implementation="xla"))
+
+
+@pytest.mark.parametrize("name", ["rope_e4m3_partial", "e4m3_token"])
+def test_two_stages(name):
+    """Tiles of rotated, converted and scaled rows follow one another in the same memory."""
+    inputs = make_append_inputs(dataclasses.replace(append_case(name), num_tokens=70))
+    config = Config(4, 2, 2, num_stages=2)
+    actual = inputs.call(jax_paged_attn, implementation="mosaic_gpu", config=config)
+    assert_appended(inputs, actual, inputs.call(reference))
 
 
 @pytest.mark.parametrize("threads", [None, 2])

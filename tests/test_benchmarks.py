@@ -692,12 +692,15 @@ def test_each_configuration_of_the_kernel(tmp_path, monkeypatch, pretended_h200,
     assert append.main(["--configs", "--layouts", "HND", "--iterations", "3", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert [line.split("|")[4].strip() for line in printed.splitlines() if line.startswith("| W-rope")] == [
-        "Config(block_tokens=4, warpgroups=1, blocks=7), the default",
-        "Config(block_tokens=8, warpgroups=1, blocks=7)",
-        "Config(block_tokens=4, warpgroups=2, blocks=4)",
+        "Config(block_tokens=4, warpgroups=1, blocks=7, num_stages=1), the default",
+        "Config(block_tokens=8, warpgroups=1, blocks=7, num_stages=1)",
+        "Config(block_tokens=4, warpgroups=2, blocks=4, num_stages=1)",
+        "Config(block_tokens=4, warpgroups=1, blocks=7, num_stages=2)",
+        "Config(block_tokens=8, warpgroups=1, blocks=7, num_stages=2)",
+        "Config(block_tokens=4, warpgroups=2, blocks=4, num_stages=2)",
     ]
-    assert printed.count("left out: config: expected") == 9
-    assert rounds == [(2, 2)] * 3
+    assert printed.count("left out: config: expected") == 18
+    assert rounds == [(2, 2)] * 6
     assert list(tmp_path.iterdir()) == []
 
 

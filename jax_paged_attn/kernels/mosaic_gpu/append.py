@@ -15,7 +15,16 @@ from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
 
 from .append_kernel import launch
-from .append_plan import BLOCK_TOKENS, WARPGROUPS, Config, Plan, min_block_tokens, smem_bytes, why_no_plan
+from .append_plan import (
+    BLOCK_TOKENS,
+    STAGES,
+    WARPGROUPS,
+    Config,
+    Plan,
+    min_block_tokens,
+    smem_bytes,
+    why_no_plan,
+)
 from .equal_slots import COLUMNS
 from .integers import ceil_div
 
@@ -74,10 +83,14 @@ def default_config(problem: Problem, target: Target) -> Config:
         workers = config.blocks * config.warpgroups
         return plan.tiles >= workers and smem_bytes(plan) <= target.smem_bytes
 
-    # Without comparisons of slots, 4, 8 and 16 tokens a tile took the same 35.6 us for 16384 tokens of W2.
+    # One stage took 39.7 to 40.3 us for 16384 tokens of W2, whatever the tile; without comparisons of slots,
+    # blocks of a tile each took 35.6 us.
+    plan = one_launch(problem, Config(least))
+    transforms = any(plan.converts(name) or plan.rotates(name) for name in plan.arrays)
     choices = [
-        Config(tokens, warpgroups, target.core_count)
+        Config(tokens, warpgroups, target.core_count, stages)
         for warpgroups in sorted(WARPGROUPS, reverse=True)
+        for stages in ((1,) if transforms else sorted(STAGES, reverse=True))
         for tokens in sorted(BLOCK_TOKENS, reverse=True)
         if tokens >= least
     ]

@@ -53,9 +53,7 @@ def launch(
     def body(*args, **scratch):
         names = [f"{name}_gmem" for name in (*inputs, *refs_out, *outs)]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        own = plan.warpgroup_scratch()
-        refs = {name: ref.at[warpgroup] if name in own else ref for name, ref in scratch.items()}
-        _walk(plan, block, warpgroup, dict(zip(names, args, strict=True)) | refs)
+        _walk(plan, block, warpgroup, dict(zip(names, args, strict=True)) | scratch)
 
     results = plgpu.kernel(
         body,
@@ -82,34 +80,48 @@ def _walk(plan: Plan, block: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
     begin, end = (div(part * plan.tiles, plan.blocks) for part in (block, block + 1))
     first = begin + warpgroup
 
+    stages = plan.config.num_stages
+
+    own, of_stage = plan.warpgroup_scratch(), plan.stage_scratch()
+    refs = {name: ref.at[warpgroup] if name in own else ref for name, ref in refs.items()}
+
+    def at_turn(turn):
+        at = warpgroup * stages + rem(turn, stages)
+        return {name: ref.at[at] if name in of_stage else ref for name, ref in refs.items()}
+
     def first_token(tile):
         return plan.start + tile * plan.config.block_tokens
 
-    def load(tile):
-        _load_tile(plan, first_token(tile), refs)
+    def load(tile, turn):
+        _load_tile(plan, first_token(tile), at_turn(turn))
 
-    def write(tile):
-        _write_tile(plan, first_token(tile), refs)
+    def write(tile, turn):
+        _write_tile(plan, first_token(tile), at_turn(turn))
+
+    def load_next(tile, turn):
+        """Wait until the tile that was written last has left, and begin to bring the next one."""
+        if "token" in (plan.scale_kind("k"), plan.scale_kind("v")):
+            plgpu.commit_smem()  # every warp has stored its scales
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(tile + warpgroups < end)(lambda: load(tile + warpgroups, turn + 1))
 
     def step(turn, _):
-        tile = first + turn.astype(i32) * warpgroups
-        write(tile)
-
-        @pl.when(tile + warpgroups < end)
-        def _():
-            if "token" in (plan.scale_kind("k"), plan.scale_kind("v")):
-                plgpu.commit_smem()  # every warp has stored its scales
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load(tile + warpgroups)
+        turn = turn.astype(i32)
+        tile = first + turn * warpgroups
+        if stages > 1:
+            load_next(tile, turn)
+        write(tile, turn)
+        if stages == 1:
+            load_next(tile, turn)
 
     if plan.one_tile_each:
-        load(first)
+        load(first, i32(0))
     else:
-        pl.when(first < end)(lambda: load(first))
+        pl.when(first < end)(lambda: load(first, i32(0)))
     plan.equal_slots.fetch(refs["slots_gmem"], first_token(begin), warpgroup, refs)
     plgpu.barrier_wait(refs["slots_ready"])
     if plan.one_tile_each:
-        write(first)
+        write(first, i32(0))
     else:
         lax.fori_loop(0, div(jnp.maximum(end - first, 0) + (warpgroups - 1), warpgroups), step, None)
     plgpu.wait_smem_to_gmem(0)

@@ -23,6 +23,7 @@ BLOCK_TOKENS = (2, 4, 8, 16)
 WARPGROUPS = (1, 2, 4)
 # Scales and positions come in copies that begin at multiples of 16 bytes.
 MIN_BLOCK_TOKENS_WITH_VECTORS = 4
+STAGES = (1, 2)
 COPY_VALUES = 256  # of a flat array in one copy at most
 COPY_BYTES = 16  # what copies move multiples of
 MAX_HEADS = 256  # rows of a copy
@@ -41,18 +42,22 @@ class Config:
         Warpgroups of a thread block, each with tiles of its own: 1, 2 or 4.
     blocks : int
         Thread blocks at most, between which the tiles are divided.
+    num_stages : int
+        Tiles that a warpgroup has in shared memory: 1, or 2, of which one comes while the other goes.
     """
 
     block_tokens: int = 4
     warpgroups: int = 1
     blocks: int = 132
+    num_stages: int = 1
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             check_positive_int(field.name, value)
             object.__setattr__(self, field.name, int(value))  # of numpy's integers
-        for name, choices in (("block_tokens", BLOCK_TOKENS), ("warpgroups", WARPGROUPS)):
+        choices_of = {"block_tokens": BLOCK_TOKENS, "warpgroups": WARPGROUPS, "num_stages": STAGES}
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             check(value in choices, name, f"one of {choices}", repr(value))
 
@@ -168,30 +173,38 @@ class Plan:
 
     def scratch_types(self) -> dict[str, Any]:
         """Shared memory and barriers of a thread block, by the name of the body's argument."""
-        return self.warpgroup_scratch() | self.equal_slots.scratch()
+        return self.stage_scratch() | self.warpgroup_scratch() | self.equal_slots.scratch()
 
-    def warpgroup_scratch(self) -> dict[str, Any]:
-        """Those of which each warpgroup has its own, at its index."""
-        p, warpgroups = self.problem, self.config.warpgroups
-        types = self.equal_slots.warpgroup_scratch()
+    def stage_scratch(self) -> dict[str, Any]:
+        """What a tile comes to: each stage of each warpgroup has its own, at its index."""
+        p, stages = self.problem, self.config.warpgroups * self.config.num_stages
+        types: dict[str, Any] = {}
         arrivals = 0
         for name in self.arrays:
             rows = self.rows(name)
-            types[f"{name}_smem"] = rows.scratch(warpgroups, p.dtype)
+            types[f"{name}_smem"] = rows.scratch(stages, p.dtype)
             arrivals += rows.copies
-            if self.converts(name):
-                types[f"{name}_stored_smem"] = rows.scratch(warpgroups, self.pool_dtype(name))
             if self.scale_kind(name) in ("head", "token"):
                 values = self.scale_values(name)
                 # A token's scales are read with those of the padding rows, whose values don't matter.
-                types[f"{name}_scale_smem"] = plgpu.SMEM((warpgroups, round_up(values + rows.pitch, 32)), f32)
+                types[f"{name}_scale_smem"] = plgpu.SMEM((stages, round_up(values + rows.pitch, 32)), f32)
                 arrivals += ceil_div(values, COPY_VALUES)
         if p.rotation is not None:
-            types["positions_smem"] = plgpu.SMEM((warpgroups, round_up(self.cos_sin_rows, 32)), i32)
-            types["positions_ready"] = plgpu.Barrier(num_barriers=warpgroups)
+            types["positions_smem"] = plgpu.SMEM((stages, round_up(self.cos_sin_rows, 32)), i32)
+            types["positions_ready"] = plgpu.Barrier(num_barriers=stages)
+        types["rows_ready"] = plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
+        return types
+
+    def warpgroup_scratch(self) -> dict[str, Any]:
+        """What each warpgroup has of its own besides, at its index."""
+        warpgroups = self.config.warpgroups
+        types = self.equal_slots.warpgroup_scratch()
+        for name in self.arrays:
+            if self.converts(name):
+                types[f"{name}_stored_smem"] = self.rows(name).scratch(warpgroups, self.pool_dtype(name))
+        if self.problem.rotation is not None:
             for name in ("cos_smem", "sin_smem"):
                 types[name] = plgpu.SMEM((warpgroups, self.cos_sin_rows, self.half), f32)
-        types["rows_ready"] = plgpu.Barrier(num_barriers=warpgroups, num_arrivals=arrivals)
         return types
 
 

@@ -1,11 +1,12 @@
 """The decode kernel: one query token a row over a paged cache, Pallas Mosaic GPU.
 
-Thread block (part, head) walks part `part` of the list of (row, tile) for one kv head and up to 16 of its
-query heads. A row that lies in one part is written as it finishes; a row cut by the ends of parts leaves
-float32 partial results, which `merge_kernel.py` combines in a second launch.
+Thread block (part, head) walks part `part` of the list of (row, tile) for one kv head and some of its query
+heads. A row that lies in one part is written as it finishes; a row cut by the ends of parts leaves float32
+partial results, which `merge_kernel.py` combines in a second launch.
 
 `schedule.py` says which tiles, `page_loading.py` copies them, `softmax.py` is the arithmetic between the two
-products of `layouts.py`.
+products. `layouts.py` has those of 16-bit caches, `byte_operands.py` those of quantized ones, and
+`wide_operands.py` those of large groups.
 """
 
 import functools
@@ -28,6 +29,7 @@ from .plan import Plan
 from .rows import BatchRows, Table, VectorRows
 from .shared_memory import scratch_types
 from .token_scales import TokenScales, value_bias
+from .wide_operands import WideOperands
 
 i32 = jnp.int32
 
@@ -198,7 +200,7 @@ def launch(
             left, b, begin, step, q_slot, cursors = carry
             row = rows.row(b)
             end = jnp.minimum(begin + left, row.end_tile)
-            if plan.wide:
+            if isinstance(unit, WideOperands):
                 unit.bring_queries(q_gmem.at[b, kv_head], head_tile * heads, scratch["q_smem"])
                 queries, factor = scratch["q_smem"], None
             else:

@@ -60,7 +60,8 @@ class WideOperands(Operands):
             plgpu.wgmma(acc, k_smem, queries.transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((k_smem.shape[0], queries.shape[0]), f32))
+        scores: Any = pl.run_scoped(multiply, plgpu.ACC((k_smem.shape[0], queries.shape[0]), f32))
+        return scores
 
     def add_values(
         self, acc: jax.Array, v_smem: Any, probs: jax.Array, p_smem: Any, is_key: Any
