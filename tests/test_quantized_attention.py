@@ -62,6 +62,27 @@ def test_scales_of_tokens_of_very_different_sizes(dtype):
         assert not jnp.isnan(out).any()
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_as_exact_as_a_bfloat16_cache_of_the_same_values(dtype, implementation):
+    """Which it can hold: what differs is the way through the kernel."""
+    scale = 1 / 30 if dtype == "int8" else None
+    (q, k, v, table), _ = inputs(
+        cache_dtypes=(dtype, dtype), scale=None, head_dim=128, num_q_heads=16, kv_lens=(200, 77, 400)
+    )
+    same_k, same_v = (x.astype(jnp.bfloat16) for x in (k, v))
+    sm_scale = 128**-0.5
+    attend = functools.partial(paged_attention, implementation=implementation)
+    out = attend(q, k, v, table, sm_scale=sm_scale, k_scale=scale, v_scale=scale)
+    # The scales of a bfloat16 cache: those of the scores, and of the result, which is compared in float32.
+    plain = attend(q, same_k, same_v, table, sm_scale=sm_scale * (scale or 1)).astype(jnp.float32) * (
+        scale or 1
+    )
+    expected = reference.paged_attention(q, k, v, table, sm_scale=sm_scale, k_scale=scale, v_scale=scale)
+    error, others = (float(jnp.sqrt(jnp.mean((x.astype(jnp.float32) - expected) ** 2))) for x in (out, plain))
+    assert error <= 1.5 * others
+
+
 def test_an_empty_row_is_zero_whatever_its_scale():
     (q, k, v, table), _ = inputs(scale=None)
     out = paged_attention(q, k, v, table, v_scale=jnp.nan)

@@ -280,7 +280,11 @@ CALLS["scan"] = (
     Attention(*llama, stacked=True, options=(("return_lse", True),)),
 )
 CALLS["limits"] = (
-    Attention(32, 2, 256, options=(("return_lse", True),)),  # most registers: 16 query heads of 256
+    # Most registers: the most query heads of a tile, of each kind and width.
+    *(
+        Attention(*heads, options=(("return_lse", True),))
+        for heads in ((32, 2, 256), (72, 1, 64), (112, 2, 128), (40, 1, 192), (64, 2, 256))
+    ),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
     Attention(16, 16, 16, v_head_dim=256),
     Attention(*llama, batch=512, kv_starts=True),

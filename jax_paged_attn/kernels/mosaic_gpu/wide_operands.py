@@ -6,7 +6,7 @@ its way by `stmatrix`, written in PTX beside a plain twin that interpret mode ru
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,7 @@ class WideOperands(Operands):
             plgpu.wgmma(acc, k_smem, queries.transpose((1, 0)))
             return acc[...]
 
-        scores: Any = pl.run_scoped(multiply, plgpu.ACC((k_smem.shape[0], queries.shape[0]), f32))
-        return scores
+        return pl.run_scoped(multiply, plgpu.ACC((k_smem.shape[0], queries.shape[0]), f32))
 
     def add_values(
         self, acc: jax.Array, v_smem: Any, probs: jax.Array, p_smem: Any, is_key: Any
@@ -83,7 +82,7 @@ class WideOperands(Operands):
             plgpu.wgmma(acc, v_smem.transpose((1, 0)), p_smem.transpose((1, 0)))
             plgpu.wgmma_wait(0)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(acc))
+        return cast(jax.Array, pl.run_state(multiply)(plgpu.ACC.init(acc)))
 
     def turn(self, acc: jax.Array, refs: dict[str, Any]) -> None:
         self._store_turned(acc.astype(self.dtype), refs["out_smem"], self.out)
