@@ -74,12 +74,11 @@ def test_as_exact_as_a_bfloat16_cache_of_the_same_values(dtype, implementation):
     sm_scale = 128**-0.5
     attend = functools.partial(paged_attention, implementation=implementation)
     out = attend(q, k, v, table, sm_scale=sm_scale, k_scale=scale, v_scale=scale)
-    # The scales of a bfloat16 cache: those of the scores, and of the result, which is compared in float32.
-    plain = attend(q, same_k, same_v, table, sm_scale=sm_scale * (scale or 1)).astype(jnp.float32) * (
-        scale or 1
-    )
+    plain = attend(q, same_k, same_v, table, sm_scale=sm_scale * (scale or 1))
     expected = reference.paged_attention(q, k, v, table, sm_scale=sm_scale, k_scale=scale, v_scale=scale)
-    error, others = (float(jnp.sqrt(jnp.mean((x.astype(jnp.float32) - expected) ** 2))) for x in (out, plain))
+    out, plain, expected = (jnp.asarray(x, jnp.float32) for x in (out, plain, expected))
+    plain = plain * (scale or 1)  # a bfloat16 cache has no scale of its own
+    error, others = (float(jnp.sqrt(jnp.mean((x - expected) ** 2))) for x in (out, plain))
     assert error <= 1.5 * others
 
 
