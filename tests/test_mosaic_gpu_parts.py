@@ -160,7 +160,7 @@ def test_another_index_map_reads_other_pages(monkeypatch):
     assert not np.allclose(expected[0], as_in_table[0], atol=0.1)
 
 
-def online_softmax(scores, valid, values):
+def online_softmax(scores, valid, values, headroom):
     """Run softmax.State over tiles: the weighted sums of `values`, the sums of weights and the maxima.
 
     `scores` are float32[batch, tiles, 64, heads] times log2(e), `valid` int32 alike or None, and `values`
@@ -176,7 +176,8 @@ def online_softmax(scores, valid, values):
         def add_tile(i, carry):
             acc, state = carry
             tile = [plgpu.load(ref.at[b, i], layout=layout, optimized=False) for ref in tiles_gmem]
-            state, weights, rescale = state.update(tile[0], None if valid is None else tile[2] > 0)
+            is_valid = None if valid is None else tile[2] > 0
+            state, weights, rescale = state.update(tile[0], is_valid, headroom)
             return acc * along_rows(rescale, acc.shape) + weights * tile[1], state
 
         empty = softmax.State.empty((block_kv, heads), layout)
@@ -205,18 +206,20 @@ def random_scores(rng, scale):
     return scale * rng.standard_normal((3, 64, 8)).astype(np.float32)
 
 
-def test_online_softmax_without_a_mask():
+@pytest.mark.parametrize("headroom", [0, 15])
+def test_online_softmax_without_a_mask(headroom):
     rng = np.random.default_rng(0)
     # Rising and falling by tile too, so that each rescaling is seen.
     scores = np.stack([random_scores(rng, 1), random_scores(rng, 5000)])
     scores = np.concatenate([scores, scores[:1] + np.array([[[-5000]], [[0]], [[5000]]], np.float32)])
     scores = np.concatenate([scores, scores[2:, ::-1], np.full_like(scores[:1], -5000)])
     values = rng.standard_normal(scores.shape).astype(np.float32)
-    check_softmax(scores, None, values)
+    check_softmax(scores, None, values, headroom)
 
 
 @pytest.mark.newest
-def test_online_softmax_with_a_mask():
+@pytest.mark.parametrize("headroom", [0, 15])
+def test_online_softmax_with_a_mask(headroom):
     rng = np.random.default_rng(1)
     scores = np.stack([random_scores(rng, scale) for scale in (1, 5000, 1, 1, 1)])
     scores[3] -= 5000  # below what an empty state could be taken to hold
@@ -226,21 +229,22 @@ def test_online_softmax_with_a_mask():
     valid[2:4, 0] = 0  # first a tile without keys
     valid[3, 2] = 0  # and last
     valid[4] = 0  # an empty row
-    check_softmax(scores, valid, values)
+    check_softmax(scores, valid, values, headroom)
 
 
-def check_softmax(scores, valid, values):
-    acc, weight_sum, max_log2 = online_softmax(
-        *(None if x is None else jnp.asarray(x) for x in (scores, valid, values))
-    )
+def check_softmax(scores, valid, values, headroom):
+    on_device = [None if x is None else jnp.asarray(x) for x in (scores, valid, values)]
+    acc, weight_sum, max_log2 = online_softmax(on_device[0], on_device[1], on_device[2], headroom)
     keys = np.ones(scores.shape, bool) if valid is None else valid > 0
     exact = np.where(keys, scores.astype(np.float64), -np.inf)
     some = keys.any(axis=(1, 2))
-    peak = np.where(some, exact.max(axis=(1, 2)), softmax.LOWEST)
-    np.testing.assert_array_equal(max_log2, peak)
+    peak = np.where(some, exact.max(axis=(1, 2)) - headroom, softmax.LOWEST)
+    np.testing.assert_array_equal(max_log2, peak.astype(np.float32))
+    peak = max_log2.astype(np.float64)
     weights = np.exp2(exact - peak[:, None, None])
     np.testing.assert_allclose(weight_sum, weights.sum(axis=(1, 2)), rtol=1e-5)
-    np.testing.assert_allclose(acc, (weights * values).sum(axis=(1, 2)), rtol=1e-5, atol=1e-4)
+    atol = 1e-4 * 2**headroom
+    np.testing.assert_allclose(acc, (weights * values).sum(axis=(1, 2)), rtol=1e-5, atol=atol)
     np.testing.assert_array_equal(weight_sum > 0, some)
 
 

@@ -34,7 +34,11 @@ class State(NamedTuple):
         return cls(full(shape[1:], LOWEST, layout.reduce(0)), full(shape, 0.0, layout))
 
     def update(
-        self, scores_log2: jax.Array, valid: jax.Array | None, headroom: int, bias: jax.Array | None = None
+        self,
+        scores_log2: jax.Array,
+        valid: jax.Array | None,
+        headroom: int = 0,
+        bias: jax.Array | None = None,
     ) -> tuple["State", jax.Array, jax.Array]:
         """-> (new state, the tile's weights, the factor [heads] of all that was summed before).
 
