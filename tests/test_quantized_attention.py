@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_paged_attn
 from jax_paged_attn import decode_attention, paged_attention, reference, testing
+from jax_paged_attn.kernels.mosaic_gpu.attention import Config
 from jax_paged_attn.testing import make_inputs
 
 
@@ -80,6 +82,26 @@ def test_as_exact_as_a_bfloat16_cache_of_the_same_values(dtype, implementation):
     plain = plain * (scale or 1)  # a bfloat16 cache has no scale of its own
     error, others = (float(jnp.sqrt(jnp.mean((x - expected) ** 2))) for x in (out, plain))
     assert error <= 1.5 * others
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_scales_of_tokens_at_any_number_of_stages(num_stages):
+    """With one, a tile's scales come while nothing else does."""
+    case = dataclasses.replace(testing.case("e4m3_token"), kv_lens=(700, 0, 131))
+    made = make_inputs(case)
+    config = Config(block_kv=64, num_stages=num_stages, num_parts=2)
+    actual = made.call(jax_paged_attn, implementation="mosaic_gpu", config=config)
+    testing.assert_close(actual, made.expected())
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_scales_of_tokens_far_from_one(size):
+    (q, k, v, table), options = inputs(scale="token", dtype="bfloat16")
+    v_scale = options["v_scale"] * size
+    out = paged_attention(q, k, v, table, v_scale=v_scale, implementation="mosaic_gpu")
+    expected = reference.paged_attention(q, k, v, table, v_scale=v_scale)
+    out, expected = (jnp.asarray(x, jnp.float32) / size for x in (out, expected))
+    testing.assert_close(out.astype(q.dtype), expected)
 
 
 def test_an_empty_row_is_zero_whatever_its_scale():

@@ -54,7 +54,7 @@ class Attention:
     v_head_dim: int | None = None  # head_dim
     stacked: bool = False  # called in a scan, whose iterations' results are stacked
     cache_dtype: str | None = None  # dtype
-    scale: str | None = None  # what the scales of a quantized cache belong to: "head"
+    scale: str | None = None  # what the scales of a quantized cache belong to: "head" or "token"
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
 
     def traceable(self) -> Traceable:
@@ -69,7 +69,8 @@ class Attention:
             shape((*cache[:-1], dim), cache_dtype)
             for dim in (self.head_dim, self.v_head_dim or self.head_dim)
         )
-        scales = (shape((self.num_kv_heads,), jnp.float32) if self.scale else None,) * 2
+        of_scales = {"head": (self.num_kv_heads,), "token": tuple(cache[:-1])}
+        scales = (shape(of_scales[self.scale], jnp.float32) if self.scale else None,) * 2
         lens = shape((self.batch,), jnp.int32)
         function: Any = jax_paged_attn.paged_attention
         if self.page_size is None:
@@ -280,34 +281,33 @@ CALLS["scan"] = (
     Attention(*llama, stacked=True, options=(("return_lse", True),)),
 )
 CALLS["limits"] = (
-    # Most registers: the most query heads of a tile, of each kind and width.
-    *(
-        Attention(*heads, options=(("return_lse", True),))
-        for heads in ((32, 2, 256), (72, 1, 64), (112, 2, 128), (40, 1, 192), (64, 2, 256))
-    ),
+    # Most registers: the most query heads of a tile, in registers and in shared memory.
+    Attention(32, 2, 256, options=(("return_lse", True),)),
+    Attention(72, 1, 64, dtype="float16", kv_starts=True),
+    Attention(96, 2, 128, options=(("num_splits", 4), ("return_lse", True))),
+    Attention(40, 1, 192, v_head_dim=128, kv_layout="NHD"),
+    Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
     Attention(16, 16, 16, v_head_dim=256),
     Attention(*llama, batch=512, kv_starts=True),
     Attention(*llama, batch=2, options=(("num_splits", 32), ("return_lse", True))),
 )
+E4M3, E5M2, INT8 = (
+    functools.partial(Attention, cache_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+)
 CALLS["quantized"] = (
-    *(
-        Attention(*llama, page_size=page_size, kv_layout=kv_layout, cache_dtype=dtype, scale=scale)
-        for page_size, kv_layout, dtype, scale in (
-            (16, "HND", "float8_e4m3fn", "head"),
-            (64, "NHD", "float8_e4m3fn", None),
-            (16, "NHD", "float8_e5m2", "head"),
-            (16, "HND", "int8", "head"),
-            (12, "HND", "int8", None),
-            (1, "NHD", "float8_e4m3fn", None),
-            (544, "HPND", "float8_e5m2", None),
-        )
-    ),
-    Attention(32, 2, 256, cache_dtype="int8", scale="head", options=(("return_lse", True),)),
-    Attention(71, 1, 64, cache_dtype="float8_e4m3fn", dtype="float16"),
-    Attention(9, 3, 64, cache_dtype="int8", page_size=None, scale="head"),
-    Attention(32, 8, 80, cache_dtype="float8_e4m3fn", v_head_dim=48, kv_starts=True),
-    Attention(16, 16, 16, v_head_dim=256, cache_dtype="float8_e5m2", options=(("num_splits", 4),)),
+    E4M3(*llama, scale="head"),
+    E4M3(*llama, scale="token"),
+    E4M3(*llama, scale="token", page_size=2),
+    E4M3(*llama, scale="token", page_size=100, kv_layout="HPND"),
+    E4M3(*llama, page_size=1, kv_layout="NHD"),
+    E5M2(*llama, page_size=544, kv_layout="NHD", scale="token"),
+    INT8(*llama, page_size=12),
+    INT8(32, 2, 192, scale="token", options=(("return_lse", True),)),
+    INT8(64, 2, 256, scale="token"),
+    E4M3(71, 1, 64, dtype="float16"),
+    INT8(9, 3, 64, page_size=None, scale="head"),
+    E4M3(32, 8, 80, v_head_dim=48, options=(("num_splits", 4),)),
 )
 CALLS["append"] = (
     Append(),

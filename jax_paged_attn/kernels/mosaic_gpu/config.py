@@ -10,7 +10,7 @@ from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 from .integers import ceil_div
 from .layouts import MMA_ROWS
-from .plan import MAX_PARTS, MAX_ROWS, Config, Plan
+from .plan import MAX_BLOCK_KV, MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
@@ -22,7 +22,8 @@ BLOCKS_PER_CORE = 2
 STAGES = 2
 TILE_BYTES = 32 * 1024
 DEFAULT_BLOCK_KV = (256, 128)  # else 64
-MAX_DEFAULT_PAGES = 64  # of a tile, whose ids are in registers
+# Of a tile: scores, and pages, whose ids are in registers, besides where their scales begin.
+MAX_DEFAULT_SCORES, MAX_DEFAULT_PAGES, MAX_SCALED_PAGES = 2048, 64, 16
 MIN_DEFAULT_USED = 0.9  # of a tile's rows
 # Parts given up at most so that equal rows end where parts end (H200: 256 blocks for 264, 0.5 to 3% faster
 # where lengths are equal, 0.8% slower where they differ).
@@ -67,7 +68,7 @@ def why_not(problem: Problem, target: Target) -> str | None:
             supported = f"multiples of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return f"{name} {dim} unsupported; supported: {supported}"
     smallest = Config(num_stages=1)
-    if problem.num_entries * problem.page_size >= 2**31 - smallest.block_kv:
+    if problem.num_entries * problem.page_size >= 2**31 - MAX_BLOCK_KV:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
     num_scales = problem.num_pages * problem.page_size * problem.num_kv_heads
     if "token" in (problem.k_scale, problem.v_scale) and num_scales >= 2**31:
@@ -87,12 +88,14 @@ def _block_kv(problem: Problem) -> int:
         return MMA_ROWS
     row_bytes = (plan.k_columns + plan.v_columns) * problem.k_dtype.itemsize
     for block_kv in DEFAULT_BLOCK_KV:
-        if block_kv * row_bytes > TILE_BYTES:
+        if block_kv * row_bytes > TILE_BYTES or block_kv * plan.tile_heads > MAX_DEFAULT_SCORES:
             continue
         # A contiguous row is one page, as long as its capacity, which has a say in nothing.
         if problem.contiguous:
             return block_kv
-        few_pages = block_kv <= MAX_DEFAULT_PAGES * problem.page_size
+        few_pages = (
+            block_kv <= (MAX_SCALED_PAGES if plan.token_scaled else MAX_DEFAULT_PAGES) * problem.page_size
+        )
         if few_pages and Plan(problem, Config(block_kv)).tiling.used >= MIN_DEFAULT_USED:
             return block_kv
     return MMA_ROWS

@@ -131,6 +131,10 @@ def launch(
             slot = rem(step, plan.config.num_stages)
             plgpu.barrier_wait(scratch["kv_ready"].at[slot])
             s = unit.scores(scratch["k_smem"].at[slot], queries) * score_scale
+            if plan.token_scaled and plan.config.num_stages == 1:
+                # This tile's scales were begun after the wait at the end of the last one.
+                token_scales.wait()
+                plgpu.commit_smem()
             if p.k_scale == "token":
                 s *= along_columns(token_scale("k_scale", slot), s.shape)
             valid = None

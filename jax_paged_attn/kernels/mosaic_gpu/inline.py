@@ -21,7 +21,11 @@ def i32(value: int) -> ir.Value:
 def asm(
     results: list[ir.Type], code: str, constraints: str, operands: list[ir.Value], **kwargs: Any
 ) -> list[Any]:
-    """PTX; gives the list of its results."""
+    """PTX; gives the list of its results.
+
+    Instructions of a whole warp, such as ldmatrix, need all control flow around them to be uniform in it, as
+    the tile and row loops are.
+    """
     if len(results) <= 1:
         result = llvm.inline_asm(results[0] if results else None, operands, code, constraints, **kwargs)
         return [result] if results else []

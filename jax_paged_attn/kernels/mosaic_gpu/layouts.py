@@ -2,8 +2,8 @@
 
 Scores and outputs are computed with swapped operands: S^T = K Q^T and O^T = V^T P^T. Keys (and the output's
 columns) lie on the long side of the matrix instruction, the few query heads of one kv head on its short side,
-which comes in steps of 8: a group of 7 then wastes one column in 8 rather than 9 rows in 16. K and V go from
-swizzled shared memory straight into the operand's registers.
+which comes in steps of 8: a group of 7 then wastes one column in 8 rather than 9 rows in 16. K and V of
+16 bits go from swizzled shared memory straight into the operand's registers.
 """
 
 import dataclasses

@@ -17,8 +17,8 @@ from .tiling import Tiling
 from .wide_operands import WideOperands
 
 MAX_TILE_HEADS = 16  # query heads of a tile
-MAX_WIDE_TILE_HEADS = {64: 72, 128: 56, 192: 40, 256: 32}  # with `wgmma`, by the output's columns
-MAX_COLUMNS_OF_BYTES = 384  # of K and V together, of which a tile of 1-byte values can have so many heads
+MAX_WIDE_TILE_HEADS = {64: 72, 128: 48, 192: 40, 256: 32}  # with `wgmma`, by the output's columns
+MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
 MAX_SCALAR_ROWS = 32

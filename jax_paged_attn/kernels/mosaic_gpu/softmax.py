@@ -21,9 +21,7 @@ LOWEST = float(np.finfo(np.float32).min)
 class State(NamedTuple):
     """What a row has seen: its greatest score, less the headroom of its weights, and the sum of its weights.
 
-    The sum is not yet one over a tile's keys:
-
-    `max_log2` is [heads], `weights` [block_kv, heads].
+    `max_log2` is [heads]; `weights` is [block_kv, heads], not yet summed over a tile's keys.
     """
 
     max_log2: jax.Array

@@ -19,7 +19,7 @@ from .inline import asm, i32, int32
 from .layouts import THREADS
 from .tiling import Tiling
 
-MIN_SCALE, MAX_SCALE = 2.0**-60, 2.0**60
+MIN_SCALE, MAX_SCALE = 2.0**-60, 2.0**110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TokenScales:
         source : ref
             The flat pool of scales.
         target : ref
-            [block_kv]; rows that are no keys get some scale or other.
+            [block_kv]; what rows get that are no keys means nothing, and may be NaN.
         """
         firsts = [self._first(block) for block in blocks]
         if self.interpret:
@@ -102,7 +102,7 @@ class TokenScales:
             for i, first in enumerate(firsts):
                 at = arith.addi(first, token)
                 if tiling.page_size % tiling.copy_rows:  # the last page's last block reaches past the pool
-                    at = arith.minsi(at, i32(self._count - 1))
+                    at = arith.minui(at, i32(self._count - 1))
                 asm(
                     [],
                     "{.reg .pred mine; .reg .b64 from; setp.eq.s32 mine, $0, $1;"
@@ -123,6 +123,6 @@ class TokenScales:
 def value_bias(scales: jax.Array) -> jax.Array:
     """Log2 of what values weigh beside others, so that weights times scales stay within float16.
 
-    Held within bounds, for scales of 0 and so that sums of weights stay finite.
+    Held within bounds: above scales of 0, so that sums of weights stay finite, and where weights stay normal.
     """
     return jnp.log2(jnp.clip(jnp.abs(scales), MIN_SCALE, MAX_SCALE))
