@@ -97,9 +97,9 @@ def decode_attention(
     validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
     if q.ndim == 2:
         k_cache, v_cache = k_cache[None], v_cache[None]
-        k_scale, v_scale = (
-            x if x is None or jnp.ndim(x) != 2 else jnp.asarray(x)[None] for x in (k_scale, v_scale)
-        )
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales = {name: validation.as_optional_array(name, x) for name, x in scales.items()}
+        k_scale, v_scale = (x if x is None or x.ndim != 2 else x[None] for x in scales.values())
     # Row b is page b: a contiguous cache is a paged one whose page is the whole row.
     pages = jnp.arange(k_cache.shape[0], dtype=jnp.int32)
     page_table = PageTable(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -146,6 +147,33 @@ def test_vmap(scale, mapped, kv_layout):
         ]
         one = jax.tree.map(lambda x: x[i], actual)  # noqa: B023
         close(one, call(*each))
+
+
+def test_wrong_scales_of_an_unbatched_call():
+    cache = jnp.zeros((2, 16, 64), jnp.int8)
+    scales: list[Any] = [[["a", "b"]], np.array([[None]], object), [[1.0], [1.0, 2.0]]]
+    for scale in scales:
+        with pytest.raises(ValueError, match=r"^k_scale: expected .+, got .+"):
+            decode_attention(jnp.ones((8, 64)), cache, cache, 5, k_scale=scale)
+
+
+@pytest.mark.parametrize("power", [22, 23, 24, 30])
+def test_scores_whose_ulp_is_large(power):
+    """Of weights at most 2**15 none may become 2**16, which float16 doesn't hold."""
+    cache = jnp.ones((1, 1, 64, 64), jnp.float8_e4m3fn)
+    q = jnp.full((1, 1, 64), 2.0**power, jnp.bfloat16)
+    out = decode_attention(q, cache, cache, 1, implementation="mosaic_gpu")
+    chex.assert_trees_all_equal(out, jnp.ones((1, 1, 64), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("largest", [1e2, 1e5])
+def test_columns_of_a_query_far_below_its_largest(largest):
+    q = jnp.full((1, 1, 64), 1e-3, jnp.bfloat16).at[..., 0].set(largest)
+    k = jnp.full((1, 1, 64, 64), 448.0).at[..., 0].set(0).astype(jnp.float8_e4m3fn)
+    call = functools.partial(decode_attention, q, k, k, 1, return_lse=True)
+    testing.assert_close(
+        call(implementation="mosaic_gpu"), reference.decode_attention(q, k, k, 1, return_lse=True)
+    )
 
 
 def test_unbatched_contiguous():

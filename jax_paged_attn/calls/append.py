@@ -242,7 +242,7 @@ def _scale_kind(
     kinds = {(): "tensor", (num_kv_heads,): "head", (num_tokens, num_kv_heads): "token"}
     kind = validation.scale_kind(scale_name, scale, pages_name, pages, kinds)
     if kind == "token":
-        expected = f"pages for the scales of {scale_name}"
+        expected = f"room for the scales of {scale_name}"
         validation.check(scale_pages is not None, scale_pages_name, expected, "None")
     if scale_pages is not None:
         expected = f"a {scale_name} of shape ({num_tokens}, {num_kv_heads}) for {scale_pages_name}"

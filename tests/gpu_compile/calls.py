@@ -283,8 +283,8 @@ CALLS["scan"] = (
 CALLS["limits"] = (
     # Most registers: the most query heads of a tile, in registers and in shared memory.
     Attention(32, 2, 256, options=(("return_lse", True),)),
-    Attention(72, 1, 64, dtype="float16", kv_starts=True),
-    Attention(96, 2, 128, options=(("num_splits", 4), ("return_lse", True))),
+    Attention(72, 1, 64),
+    Attention(96, 2, 128, kv_starts=True),
     Attention(40, 1, 192, v_head_dim=128, kv_layout="NHD"),
     Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),

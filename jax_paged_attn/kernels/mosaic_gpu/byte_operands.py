@@ -34,9 +34,10 @@ CHUNK = 16  # columns of a row of one 8 x 8 matrix, which are also the depth of 
 MATRICES = 4  # that one instruction loads
 # Bytes of a word that become the first pair of float16, and those that become the second.
 NEIGHBOURS, EVERY_OTHER = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-# Powers of two, as the bits of float32, that a query's head is divided by: both they and their reciprocals
-# are normal numbers.
-MIN_POWER, MAX_POWER, EXPONENT, RECIPROCAL = 0x00800000, 0x7E800000, 0x7F800000, 0x7F000000
+# Powers of two, as the bits of float32. A query's head is divided by that of its largest value less 2**14,
+# which leaves float16 the most room for smaller ones; the quotient's power and its reciprocal are normal.
+EXPONENT, RECIPROCAL, ROOM = 0x7F800000, 0x7F000000, 14 << 23
+MIN_POWER, MAX_POWER = ROOM + 0x00800000, 0x7E800000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ByteOperands(Operands):
         if self.interpret:
             x = plgpu.load(smem, layout=self.rhs, optimized=False).astype(f32)
             largest = jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=1), jnp.int32)
-            power = jnp.clip(largest & EXPONENT, MIN_POWER, MAX_POWER)
+            power = jnp.clip(largest & EXPONENT, MIN_POWER, MAX_POWER) - ROOM
             power, inverse = (
                 jax.lax.bitcast_convert_type(bits, f32) for bits in (power, jnp.int32(RECIPROCAL) - power)
             )
@@ -114,6 +115,7 @@ class ByteOperands(Operands):
                 largest = arith.maximumf(largest, utils.shfl_bfly(largest, distance))
             power = arith.andi(utils.bitcast(largest, int32()), i32(EXPONENT))
             power = arith.minsi(arith.maxsi(power, i32(MIN_POWER)), i32(MAX_POWER))
+            power = arith.subi(power, i32(ROOM))
             inverse = utils.bitcast(arith.subi(i32(RECIPROCAL), power), ir.F32Type.get())
             values = [arith.mulf(value, inverse) for value in values]
             operands.append([_pack_f16(*pair) for pair in zip(values[::2], values[1::2], strict=True)])
