@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import asm, i32, int32, lane_and_warp, offset_in
+from .inline import address, asm, i32, int32, lane_and_warp, offset_in
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, f32
 from .shared_tile import SharedTile
 
@@ -194,13 +194,13 @@ def _moved(registers: np.ndarray) -> np.ndarray:
 
 def _load_matrices(ref: ir.Value, offset: ir.Value, *, transposed: bool) -> list[ir.Value]:
     """Four matrices of 8 x 8 pairs of bytes; lane l gives the place of row l % 8 of matrix l / 8."""
-    address = arith.addi(llvm.ptrtoint(int32(), utils.memref_ptr(ref)), offset)
+    at = arith.addi(address(ref, int32()), offset)
     trans = ".trans" if transposed else ""
     return asm(
         [int32()] * MATRICES,
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
         "=r,=r,=r,=r,r,~{memory}",
-        [address],
+        [at],
         has_side_effects=True,
     )
 

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import ceil_div, div, rem, round_up
-from .layouts import along_columns, along_rows, full
-from .token_rows import NUM_WARPS, Registers
+from .layouts import NUM_WARPS, along_columns, along_rows, full
+from .token_rows import Registers
 
 i32 = jnp.int32
 LEAST, LARGEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max

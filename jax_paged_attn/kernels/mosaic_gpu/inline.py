@@ -18,6 +18,10 @@ def i32(value: int) -> ir.Value:
     return utils.c(value, int32())
 
 
+def int64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
 def asm(
     results: list[ir.Type], code: str, constraints: str, operands: list[ir.Value], **kwargs: Any
 ) -> list[Any]:
@@ -31,6 +35,11 @@ def asm(
         return [result] if results else []
     struct = llvm.inline_asm(llvm.StructType.get_literal(results), operands, code, constraints, **kwargs)
     return [llvm.extractvalue(result, struct, [i]) for i, result in enumerate(results)]
+
+
+def address(ref: ir.Value, type_: ir.Type) -> ir.Value:
+    """Where a ref begins: of 32 bits in shared memory, of 64 in global memory."""
+    return llvm.ptrtoint(type_, utils.memref_ptr(ref))
 
 
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:

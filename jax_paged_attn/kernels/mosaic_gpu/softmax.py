@@ -52,8 +52,8 @@ class State(NamedTuple):
         max_log2 = jnp.maximum(self.max_log2, biased.max(axis=0) - f32(headroom))
         rescale = jnp.exp2(self.max_log2 - max_log2)
         exponent = scores_log2 - along_rows(max_log2, scores_log2.shape)
-        if headroom:  # of scores beyond 2**24 the maximum less the headroom is rounded, maybe down
-            exponent = jnp.minimum(exponent, f32(headroom)) if bias is None else exponent
+        if headroom and bias is None:  # beyond 2**24 the maximum less the headroom is rounded, maybe down
+            exponent = jnp.minimum(exponent, f32(headroom))
         p = jnp.exp2(exponent)
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
             p = jnp.where(valid, p, f32(0))

@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn.quantize import stored
 
 from .integers import round_up
-from .layouts import along_columns, along_rows, f32
+from .layouts import LANES, NUM_WARPS, along_columns, along_rows, f32
 from .shared_tile import SharedTile
 
 COPY_ROWS = 256  # rows of one copy at most
 SMEM_ALIGNMENT = 128  # bytes, of where a copy begins in shared memory
-NUM_WARPS, WARP, BANKS, BANK_BYTES = 4, 32, 32, 4
+BANKS, BANK_BYTES = 32, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Registers:
     @property
     def columns(self) -> int:
         """Columns that it holds a multiple of."""
-        return WARP // self.warp_rows * self.vector
+        return LANES // self.warp_rows * self.vector
 
     @property
     def layout(self) -> Any:
@@ -64,9 +64,9 @@ class Registers:
 
     def _conflicts(self, row_bytes: int, itemsize: int) -> bool:
         lane_bytes = self.vector * itemsize
-        lanes_a_row = WARP // self.warp_rows
-        at_once = WARP // max(lane_bytes // BANK_BYTES, 1)  # lanes that are served together
-        for first in range(0, WARP, at_once):
+        lanes_a_row = LANES // self.warp_rows
+        at_once = LANES // max(lane_bytes // BANK_BYTES, 1)  # lanes that are served together
+        for first in range(0, LANES, at_once):
             starts = (
                 lane // lanes_a_row * row_bytes + lane % lanes_a_row * lane_bytes
                 for lane in range(first, first + at_once)

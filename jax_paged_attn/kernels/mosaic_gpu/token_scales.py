@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
-from .inline import asm, i32, int32
+from .inline import address, asm, i32, int32, int64
 from .layouts import THREADS
 from .tiling import Tiling
 
@@ -88,9 +88,8 @@ class TokenScales:
     def _fetch(self, source: ir.Value, target: ir.Value, firsts: list[ir.Value]) -> None:
         """Thread t fetches the scales of rows t, t + 128, .. of the tile."""
         thread = arith.remui(utils.thread_idx(), i32(THREADS))
-        int64 = ir.IntegerType.get_signless(64)
-        source = llvm.ptrtoint(int64, utils.memref_ptr(source))
-        target = llvm.ptrtoint(int32(), utils.memref_ptr(target))
+        source = address(source, int64())
+        target = address(target, int32())
         tiling = self.tiling
         for start in range(0, tiling.block_kv, THREADS):
             # Where there are more threads than rows, several fetch the last one.

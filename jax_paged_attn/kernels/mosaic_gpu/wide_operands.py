@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import asm, i32, int32, lane_and_warp, offset_in
+from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, Operands, f32, full
 from .shared_tile import SharedTile
 
@@ -118,9 +118,9 @@ def _copy_rows(
     source_rows: int,
 ) -> None:
     """Each thread copies 16 bytes at a time of `num_rows` rows from `first` on; 0 for rows that aren't."""
-    int64, words = ir.IntegerType.get_signless(64), ir.VectorType.get((4,), int32())
-    source = llvm.ptrtoint(int64, utils.memref_ptr(source))
-    target = llvm.ptrtoint(int32(), utils.memref_ptr(target))
+    words = ir.VectorType.get((4,), int32())
+    source = address(source, int64())
+    target = address(target, int32())
     per_copy = 16 // tile.dtype.itemsize
     per_row = columns // per_copy
     thread = arith.remui(utils.thread_idx(), i32(THREADS))
@@ -133,7 +133,7 @@ def _copy_rows(
         exists = arith.cmpi(arith.CmpIPredicate.ult, source_row, i32(source_rows))
         source_row = arith.minui(source_row, i32(source_rows - 1))
         at = arith.addi(arith.muli(source_row, i32(columns)), column)
-        offset = arith.muli(arith.extui(int64, at), utils.c(tile.dtype.itemsize, int64))
+        offset = arith.muli(arith.extui(int64(), at), utils.c(tile.dtype.itemsize, int64()))
         pointer = llvm.inttoptr(llvm.PointerType.get(1), arith.addi(source, offset))
         value = llvm.load(words, pointer, alignment=16)
         value = arith.select(exists, value, vector.broadcast(words, i32(0)))
@@ -144,7 +144,7 @@ def _copy_rows(
 def _store_matrices(registers: Any, ref: ir.Value, tile: SharedTile) -> None:
     """Of [rows / 64, heads / 8, 2] registers, a warp has 8 rows of 8 heads in each."""
     lane, warp = lane_and_warp()
-    base = llvm.ptrtoint(int32(), utils.memref_ptr(ref))
+    base = address(ref, int32())
     half, head = (op(lane, i32(MATRIX)) for op in (arith.divui, arith.remui))
     half = arith.remui(half, i32(2))  # lanes from 16 on say nothing
     row = arith.addi(arith.muli(warp, i32(MMA_ROWS // NUM_WARPS)), arith.muli(half, i32(MATRIX)))
@@ -163,8 +163,7 @@ def _store_matrices(registers: Any, ref: ir.Value, tile: SharedTile) -> None:
 def _store_words(registers: Any, ref: ir.Value, heads: int) -> None:
     """The same registers, of float32, to global memory [rows, heads]."""
     lane, warp = lane_and_warp()
-    int64 = ir.IntegerType.get_signless(64)
-    base = llvm.ptrtoint(int64, utils.memref_ptr(ref))
+    base = address(ref, int64())
     row = arith.addi(arith.muli(warp, i32(MMA_ROWS // NUM_WARPS)), arith.divui(lane, i32(4)))
     head = arith.muli(arith.remui(lane, i32(4)), i32(2))
     first = arith.addi(arith.muli(row, i32(heads)), head)
@@ -172,6 +171,6 @@ def _store_words(registers: Any, ref: ir.Value, heads: int) -> None:
         for j, pair in enumerate(of_rows):
             for half, values in enumerate(pair):
                 at = arith.addi(first, i32((i * MMA_ROWS + half * MATRIX) * heads + j * MMA_COLUMNS))
-                offset = arith.muli(arith.extui(int64, at), utils.c(4, int64))
+                offset = arith.muli(arith.extui(int64(), at), utils.c(4, int64()))
                 pointer = llvm.inttoptr(llvm.PointerType.get(1), arith.addi(base, offset))
                 llvm.store(values, pointer, alignment=8)
