@@ -187,11 +187,13 @@ def registers_of(acc: Any) -> np.ndarray:
     return acc.registers.reshape(-1, acc.shape[1] // MMA_COLUMNS, 2)
 
 
-def array_of(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
+def array_of(
+    registers: np.ndarray, shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
+) -> Any:
     """An array of these registers, in the order that `layout` counts them in, inside `inline_mgpu`."""
     layout = layout.to_mgpu()
     return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=is_signed
     )
 
 

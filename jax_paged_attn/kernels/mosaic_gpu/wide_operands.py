@@ -18,13 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in
+from .inline import FREE_BARRIER, address, asm, i32, int32, int64, lane_and_warp, offset_in
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, WARP_ROWS, Operands, f32, full, registers_of
 from .shared_tile import SharedTile
 
 MATRIX = 8  # rows and columns of one of stmatrix
 SWIZZLE = 128
-VOTE = 8  # a hardware barrier that the compiler doesn't use: its own have the lowest numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _any_above(registers: np.ndarray, limits: np.ndarray) -> Any:
     [found] = asm(
         [int32()],
         "{ .reg .pred any; setp.ne.b32 any, $1, 0;"
-        f" barrier.cta.red.or.pred any, {VOTE}, {THREADS}, any;"
+        f" barrier.cta.red.or.pred any, {FREE_BARRIER}, {THREADS}, any;"
         " selp.b32 $0, 1, 0, any; }",
         "=r,r",
         [arith.extui(int32(), arith.ori(first, second))],
