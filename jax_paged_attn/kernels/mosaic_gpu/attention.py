@@ -26,7 +26,8 @@ def run(
     problem: Problem, config: Config, operands: Operands, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
-    q, k_pages, v_pages, page_table, kv_starts, sm_scale, k_scale, v_scale = operands
+    q, k_pages, v_pages, page_table, sm_scale, k_scale, v_scale, modifiers = operands
+    q, kv_starts = q.reshape(problem.batch, problem.num_q_heads, problem.head_dim), modifiers.kv_starts
     scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
     scales = {name: scale.reshape(-1) for name, scale in scales.items() if scale is not None}
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
@@ -51,6 +52,7 @@ def run(
             results = merge(plan, results, scales, interpret=params)
         launches.append((results["out"], results.get("lse")))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
+    joined = jax.tree.map(lambda x: x[:, None], joined)
     # What a kernel makes counts as the same on all devices, which its operands may not be.
     axes = varying_axes(operands)
     return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), joined) if axes else joined

@@ -14,6 +14,7 @@ from .plan import MAX_BLOCK_KV, MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
+MODIFIERS = ("kv_starts",)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 HEAD_DIM_BYTES = 16  # what copies move multiples of
 # Blocks a multiprocessor, tiles in flight in each, bytes of a tile of K and V. On an H200 more blocks, more
@@ -67,6 +68,10 @@ def why_not(problem: Problem, target: Target) -> str | None:
         if dim % step or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             supported = f"multiples of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return f"{name} {dim} unsupported; supported: {supported}"
+    if problem.q_len != 1:
+        return f"{problem.q_len} query tokens a row unsupported; supported: 1"
+    if missing := ", ".join(name for name in problem.given if name not in MODIFIERS):
+        return f"{missing} unsupported; supported: {', '.join(MODIFIERS)}"
     smallest = Config(num_stages=1)
     if problem.num_entries * problem.page_size >= 2**31 - MAX_BLOCK_KV:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"

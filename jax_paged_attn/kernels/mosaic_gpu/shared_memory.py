@@ -37,7 +37,7 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         types[f"{name}_smem"] = plgpu.SMEM(ring, f32)
     if plan.vector_rows:
         names = ("rows_smem", "sums_smem", "rows_ready")
-        fields = (1 if p.contiguous else 3) + p.has_kv_starts
+        fields = (1 if p.contiguous else 3) + ("kv_starts" in p.given)
         types |= zip(names, VectorRows.scratch(p.batch, fields), strict=True)
     return types
 
