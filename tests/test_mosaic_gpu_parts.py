@@ -168,7 +168,10 @@ def online_softmax(scores, valid, values, headroom):
     alike. A row of the batch is a thread block.
     """
     batch, tiles, block_kv, heads = scores.shape
-    layout = MatrixUnit(jnp.dtype(jnp.bfloat16), INTERPRETED).acc
+    # The unit of float16 has a headroom, that of bfloat16 has none.
+    unit = MatrixUnit(jnp.dtype(jnp.float16 if headroom else jnp.bfloat16), INTERPRETED)
+    assert unit.headroom == headroom
+    layout = unit.acc
 
     def body(*args, acc_smem, stats_smem):
         *tiles_gmem, acc_gmem, stats_gmem = args
@@ -178,11 +181,11 @@ def online_softmax(scores, valid, values, headroom):
             acc, state = carry
             tile = [plgpu.load(ref.at[b, i], layout=layout, optimized=False) for ref in tiles_gmem]
             is_valid = None if valid is None else tile[2] > 0
-            state, weights, rescale = state.update(tile[0], is_valid, headroom)
+            state, weights, rescale = state.update(unit, tile[0], is_valid)
             return acc * along_rows(rescale, acc.shape) + weights * tile[1], state
 
-        empty = softmax.State.empty((block_kv, heads), layout)
-        acc, state = lax.fori_loop(0, tiles, add_tile, (full((block_kv, heads), 0, layout), empty))
+        empty = (full((block_kv, heads), 0, layout), softmax.State.empty(heads))
+        acc, state = lax.fori_loop(0, tiles, add_tile, empty)
         acc_smem[...] = acc
         stats_smem[0] = state.weights.sum(axis=0)
         stats_smem[1] = state.max_log2

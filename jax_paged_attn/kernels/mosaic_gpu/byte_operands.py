@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .inline import address, asm, i32, int32, lane_and_warp, offset_in
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, f32
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, array_of, f32
 from .shared_tile import SharedTile
 
 f16 = jnp.dtype(jnp.float16)
@@ -91,7 +91,7 @@ class ByteOperands(Operands):
         return plgpu.inline_mgpu(
             arg_types=(TURNED,),
             return_type=plgpu.ShapeDtypeStruct(turned.shape, turned.dtype, layout=TURNED_EXCHANGED),
-        )(lambda _, x: _array(_moved(x.registers), turned.shape, TURNED_EXCHANGED))(turned)
+        )(lambda _, x: array_of(_moved(x.registers), turned.shape, TURNED_EXCHANGED))(turned)
 
     def _load_queries(self, ref: Any, heads: int, columns: int) -> tuple[Any, Any]:
         """Lane 4 n + t has the columns 4 t to 4 t + 3 of each chunk of head n."""
@@ -129,8 +129,8 @@ class ByteOperands(Operands):
             powers.append(vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair))
         registers = np.array(operands, object).reshape(heads // MMA_COLUMNS, columns // CHUNK, 2)
         return (
-            _array(registers.swapaxes(0, 1), (columns, heads), self.rhs),
-            _array(np.array(powers, object), (heads,), self.acc.reduce(0)),
+            array_of(registers.swapaxes(0, 1), (columns, heads), self.rhs),
+            array_of(np.array(powers, object), (heads,), self.acc.reduce(0)),
         )
 
     def _load_keys(self, ref: Any, keys: int, columns: int) -> Any:
@@ -152,7 +152,7 @@ class ByteOperands(Operands):
                     if chunk + i // 2 < chunks:
                         pairs = _to_f16(word, self.k.dtype, NEIGHBOURS)
                         registers[tile, chunk + i // 2, :, i % 2] = pairs
-        return _array(registers, (keys, columns), self.lhs)
+        return array_of(registers, (keys, columns), self.lhs)
 
     def _load_values(self, ref: Any, keys: int, columns: int) -> Any:
         lane, warp = lane_and_warp()
@@ -165,21 +165,13 @@ class ByteOperands(Operands):
                 for i, word in enumerate(words):
                     pairs = _to_f16(word, self.v.dtype, EVERY_OTHER)
                     registers[tile, key // CHUNK + i // 2, i % 2] = pairs
-        return _array(registers, (columns, keys), self.lhs)
+        return array_of(registers, (columns, keys), self.lhs)
 
 
 def _exchange(x: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
     """Exchange the first two axes of the chunks of x's last axis, seen as `shape`."""
     chunks = x.reshape(*x.shape[:-1], x.shape[-1] // CHUNK, *shape)
     return chunks.swapaxes(-3, -2).reshape(x.shape)
-
-
-def _array(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
-    """An array of these registers, in the order that `layout` counts them in."""
-    layout = layout.to_mgpu()
-    return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
 
 
 def _moved(registers: np.ndarray) -> np.ndarray:

@@ -143,19 +143,19 @@ def launch(
                 valid = valid_keys(row, tile, key)
             if p.v_scale == "token":
                 v_scale = token_scale("v_scale", slot)
-                state, probs, rescale = state.update(s, valid, unit.headroom, value_bias(v_scale))
+                state, probs, rescale = state.update(unit, s, valid, value_bias(v_scale))
                 probs *= along_columns(v_scale, s.shape)
                 if valid is not None:  # unused scales may be NaN
                     probs = jnp.where(valid, probs, f32(0))
             else:
-                state, probs, rescale = state.update(s, valid, unit.headroom)
+                state, probs, rescale = state.update(unit, s, valid)
             is_key = functools.partial(valid_keys, row, tile) if masked else None
             acc = acc * along_rows(rescale, acc.shape)
             acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
             plgpu.commit_smem()  # everyone is done with the slot and with p_smem
-            return acc, state, step + 1, loader.load(cursors)
+            return acc, state, step + 1, loader.load(run, step, cursors)
 
         if not plan.wide:
             pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
@@ -219,16 +219,24 @@ def launch(
                 return lambda tile, c: attend_tile(masked, tile, c, queries, score_scale, row)
 
             acc = full((plan.v_columns, heads), 0, unit.acc)
-            c = (acc, softmax.State.empty((block_kv, heads), unit.acc), step, cursors)
+            c = (acc, softmax.State.empty(heads), step, cursors)
             if tiling.dense:  # only the tiles at the ends of the row's keys need a mask
                 full_end = jnp.clip(tiling.tile_of(row.kv_len), begin, end)
-                full_begin = begin
-                if row.kv_start is not None:
+                if row.kv_start is None:
+                    c = lax.fori_loop(begin, full_end, attend(False), c)
+                    c = lax.fori_loop(full_end, end, attend(True), c)
+                else:
                     first_full = tiling.tile_of(row.kv_start + (block_kv - 1))
                     full_begin = jnp.clip(first_full, begin, full_end)
-                    c = lax.fori_loop(begin, full_begin, attend(True), c)
-                c = lax.fori_loop(full_begin, full_end, attend(False), c)
-                c = lax.fori_loop(full_end, end, attend(True), c)
+
+                    def attend_end(last, c):
+                        first = jnp.where(last > 0, full_end, begin)
+                        full = jnp.where(last > 0, end, full_begin)
+                        c = lax.fori_loop(first, full, attend(True), c)
+                        return lax.fori_loop(full, jnp.maximum(full, full_end), attend(False), c)
+
+                    # One code for the masked tiles of both ends: two would take more registers.
+                    c = lax.fori_loop(0, 2, attend_end, c)
             else:
                 c = lax.fori_loop(begin, end, attend(True), c)
             acc, state, step, cursors = c

@@ -7,13 +7,17 @@ which comes in steps of 8: a group of 7 then wastes one column in 8 rather than 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 
 f32 = jnp.float32
 NUM_WARPS = 4
@@ -26,6 +30,15 @@ MMA_DEPTH = 16  # the step of the summed dimension, for 2-byte operands
 
 # One int32 a thread.
 ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+
+# Sums of the rows of scores that a thread holds, [FOLDED_ROWS, heads].
+FOLDED_ROWS = NUM_WARPS * 8
+FOLDED = plgpu.Layout.TILED(
+    plgpu.Tiling(((FOLDED_ROWS, MMA_COLUMNS), (FOLDED_ROWS // NUM_WARPS, MMA_COLUMNS), (2,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
 
 # A piece of an output, [columns of head_dim, heads], as it lies in memory: a warp has 4 rows of 8 neighbours.
 PIECE_ROWS = 16
@@ -82,6 +95,17 @@ class MatrixUnit:
         if self.interpret:  # interpret mode has no rule for mma
             return acc + jnp.dot(lhs, rhs, preferred_element_type=f32)
         return plgpu.mma(acc, lhs, rhs)
+
+    def fold(self, x: jax.Array) -> jax.Array:
+        """[keys, heads] -> [FOLDED_ROWS, heads]: sums over the keys that a thread holds."""
+        keys, heads = x.shape
+        if self.interpret:
+            rows = FOLDED_ROWS // NUM_WARPS
+            return x.reshape(-1, NUM_WARPS, 2, rows, heads).sum(axis=(0, 2)).reshape(FOLDED_ROWS, heads)
+        return plgpu.inline_mgpu(
+            arg_types=(self.acc,),
+            return_type=plgpu.ShapeDtypeStruct((FOLDED_ROWS, heads), f32, layout=FOLDED),
+        )(lambda _, x: array_of(_folded(registers_of(x)), (FOLDED_ROWS, heads), FOLDED))(x)
 
 
 class Operands(MatrixUnit):
@@ -142,6 +166,27 @@ class Operands(MatrixUnit):
         refs["acc_smem"][...] = acc
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs["acc_smem"], gmem)
+
+
+def registers_of(acc: Any) -> np.ndarray:
+    """The registers of an `acc` [rows, columns], as [rows / 64, columns / 8, 2]: a warp has 8 rows of 8 in each."""
+    return acc.registers.reshape(-1, acc.shape[1] // MMA_COLUMNS, 2)
+
+
+def array_of(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
+    """An array of these registers, in the order that `layout` counts them in, inside `inline_mgpu`."""
+    layout = layout.to_mgpu()
+    return fragmented_array.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
+
+
+def _folded(registers: np.ndarray) -> np.ndarray:
+    """Of [keys / 64, heads / 8, 2] registers, sums for each 8 heads."""
+    sums = np.empty(registers.shape[1], dtype=object)
+    for i in range(len(sums)):
+        sums[i] = functools.reduce(arith.addf, registers[:, i].ravel())
+    return sums
 
 
 def full(shape: tuple[int, ...], value, layout, dtype=f32) -> jax.Array:

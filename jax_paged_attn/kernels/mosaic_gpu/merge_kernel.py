@@ -25,7 +25,7 @@ def pieces_at_once(plan: Plan) -> int:
     """Pieces that are read and added together. With fixed splits the batch has no say in it."""
     slices = plan.merge_slices if plan.problem.num_splits is None else 1
     values = plan.tile_heads * plan.v_columns // slices
-    return min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // values)
+    return max(1, min(max(MIN_PIECES, plan.pieces_per_row), MAX_PIECES, PIECE_VALUES // values))
 
 
 def merge(

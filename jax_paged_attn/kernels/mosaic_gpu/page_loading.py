@@ -7,6 +7,7 @@ fetched just before they are needed, page ids would hold up every copy.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -94,10 +95,8 @@ def window(spec: plgpu.BlockSpec, gmem: Any, block_index: tuple[Any, ...]) -> An
 
 
 class Cursor(NamedTuple):
-    """A place on a part's walk: tiles done, tiles left, the row, the tile."""
+    """A place on a part's walk."""
 
-    done: Any
-    left: Any
     row: Row
     tile: Any
 
@@ -148,29 +147,32 @@ class TileLoader:
 
     def start(self, run: Run) -> Cursors:
         """Fetch the entries of the run's first tiles and start copying as many as the ring holds."""
-        first = Cursor(i32(0), run.num_tiles, run.row, run.first_tile)
+        first = Cursor(run.row, run.first_tile)
         entries = None
         if self.indices_gmem is not None:
-            slots = self.entries_smem.shape[0]
-            entries = lax.fori_loop(0, slots, lambda _, cursor: self._fetch_entries(cursor), first)
-        pages = lax.fori_loop(0, self.num_stages, lambda _, cursor: self._copy_pages(cursor), first)
+            entries = lax.fori_loop(
+                0, self.entries_smem.shape[0], functools.partial(self._fetch_entries, run), first
+            )
+        pages = lax.fori_loop(0, self.num_stages, functools.partial(self._copy_pages, run), first)
         return Cursors(entries, pages)
 
-    def load(self, cursors: Cursors) -> Cursors:
-        """Go on by a tile: its slot's last reader must be done with it."""
-        pages = self._copy_pages(cursors.pages)
-        return Cursors(None if cursors.entries is None else self._fetch_entries(cursors.entries), pages)
+    def load(self, run: Run, step: Any, cursors: Cursors) -> Cursors:
+        """Go on after the run's tile `step`, the last reader of whose slot must be done with it."""
+        pages = self._copy_pages(run, step + self.num_stages, cursors.pages)
+        if cursors.entries is None:
+            return Cursors(None, pages)
+        return Cursors(self._fetch_entries(run, step + self.entries_smem.shape[0], cursors.entries), pages)
 
     def _next(self, cursor: Cursor) -> Cursor:
         row_ends = cursor.tile + 1 >= cursor.row.end_tile
         row = lax.cond(row_ends, lambda: self.rows.row(cursor.row.index + 1), lambda: cursor.row)
         tile = jnp.where(row_ends, row.first_tile, cursor.tile + 1)
-        return Cursor(cursor.done + 1, cursor.left - 1, row, tile)
+        return Cursor(row, tile)
 
-    def _fetch_entries(self, cursor: Cursor) -> Cursor:
-        slot = rem(cursor.done, self.entries_smem.shape[0])
+    def _fetch_entries(self, run: Run, step: Any, cursor: Cursor) -> Cursor:
+        slot = rem(step, self.entries_smem.shape[0])
 
-        @pl.when(cursor.left > 0)
+        @pl.when(step < run.num_tiles)
         def _():
             assert self.entries.index_map is not None
             source = window(self.entries, self.indices_gmem, self.entries.index_map(cursor.row, cursor.tile))
@@ -179,12 +181,12 @@ class TileLoader:
 
         return self._next(cursor)
 
-    def _copy_pages(self, cursor: Cursor) -> Cursor:
-        slot = rem(cursor.done, self.num_stages)
+    def _copy_pages(self, run: Run, step: Any, cursor: Cursor) -> Cursor:
+        slot = rem(step, self.num_stages)
 
-        @pl.when(cursor.left > 0)
+        @pl.when(step < run.num_tiles)
         def _():
-            entries = self._entries(cursor)
+            entries = self._entries(step, cursor)
             index_map = self.k_pages.index_map  # V's pages lie where K's do
             assert index_map is not None
             blocks = [index_map(cursor.row, cursor.tile, j, entries) for j in range(len(entries))]
@@ -200,12 +202,12 @@ class TileLoader:
 
         return self._next(cursor)
 
-    def _entries(self, cursor: Cursor) -> list[Any]:
+    def _entries(self, step: Any, cursor: Cursor) -> list[Any]:
         """The page ids of a tile's copies, once they are there."""
         copies = self.tiling.pages_per_tile
         if self.indices_gmem is None:  # a row is one page, at whose end its keys end
             return [cursor.row.table_start] * copies
-        slot = rem(cursor.done, self.entries_smem.shape[0])
+        slot = rem(step, self.entries_smem.shape[0])
         plgpu.barrier_wait(self.entries_ready.at[slot])
         skip = rem(cursor.row.table_start + self.tiling.first_page(cursor.tile), ENTRY_GROUP)
         return [self.entries_smem[slot, skip + j] for j in range(copies)]

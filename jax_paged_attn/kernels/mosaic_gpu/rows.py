@@ -79,10 +79,10 @@ class BatchRows:
         self.table, self.tiling, self.batch = table, tiling, batch
 
     def row(self, b) -> Row:
-        """Row `b`; past the batch, the last row."""
-        b = jnp.minimum(b, self.batch - 1)
-        rows = {name: ref[b] for name, ref in self.table.arrays().items() if name != "indices"}
-        table_start, kv_len, kv_start = self.table._replace(**rows).clipped(b, self.tiling.page_size)
+        """Row `b`; past the batch, one like the last row."""
+        at = jnp.minimum(b, self.batch - 1)
+        rows = {name: ref[at] for name, ref in self.table.arrays().items() if name != "indices"}
+        table_start, kv_len, kv_start = self.table._replace(**rows).clipped(at, self.tiling.page_size)
         return Row(b, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .layouts import along_columns, along_rows, f32, full
+from .layouts import FOLDED, FOLDED_ROWS, MatrixUnit, along_columns, along_rows, f32, full
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2.0))
@@ -21,27 +21,30 @@ LOWEST = float(np.finfo(np.float32).min)
 class State(NamedTuple):
     """What a row has seen: its greatest score, less the headroom of its weights, and the sum of its weights.
 
-    `max_log2` is [heads]; `weights` is [block_kv, heads], not yet summed over a tile's keys.
+    `max_log2` is [heads]; `weights` is [rows, heads], not yet summed between threads.
     """
 
     max_log2: jax.Array
     weights: jax.Array
 
     @classmethod
-    def empty(cls, shape: tuple[int, int], layout) -> "State":
-        return cls(full(shape[1:], LOWEST, layout.reduce(0)), full(shape, 0.0, layout))
+    def empty(cls, heads: int) -> "State":
+        weights = full((FOLDED_ROWS, heads), 0.0, FOLDED)
+        return cls(full((heads,), LOWEST, FOLDED.reduce(0)), weights)
 
     def update(
         self,
+        unit: MatrixUnit,
         scores_log2: jax.Array,
         valid: jax.Array | None,
-        headroom: int = 0,
         bias: jax.Array | None = None,
     ) -> tuple["State", jax.Array, jax.Array]:
         """-> (new state, the tile's weights, the factor [heads] of all that was summed before).
 
-        Weights are at most 2**headroom; with a `bias` [keys], those times 2**bias are.
+        Scores are [keys, heads]. Weights are at most 2**unit.headroom; with a `bias` [keys], those times
+        2**bias are.
         """
+        headroom = unit.headroom
         if valid is not None:
             scores_log2 = jnp.where(valid, scores_log2, f32(LOWEST))
         biased = scores_log2
@@ -57,4 +60,5 @@ class State(NamedTuple):
         p = jnp.exp2(exponent)
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
             p = jnp.where(valid, p, f32(0))
-        return State(max_log2, self.weights * along_rows(rescale, self.weights.shape) + p), p, rescale
+        weights = self.weights * along_rows(rescale, self.weights.shape) + unit.fold(p)
+        return State(max_log2, weights), p, rescale

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, Operands, f32, full
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, Operands, f32, full, registers_of
 from .shared_tile import SharedTile
 
 MATRIX = 8  # rows and columns of one of stmatrix
@@ -94,7 +94,7 @@ class WideOperands(Operands):
             return
         heads = acc.shape[1]
         plgpu.inline_mgpu(arg_types=(self.acc, plgpu.RefType()))(
-            lambda _, x, ref: _store_words(x.registers.reshape(-1, heads // MMA_COLUMNS, 2), ref, heads)
+            lambda _, x, ref: _store_words(registers_of(x), ref, heads)
         )(acc, gmem)
 
     def _store_turned(self, x: jax.Array, smem: Any, tile: SharedTile) -> None:
@@ -104,7 +104,7 @@ class WideOperands(Operands):
             return
         heads = x.shape[1]
         plgpu.inline_mgpu(arg_types=(self.acc, plgpu.RefType(tile.transforms)))(
-            lambda _, x, ref: _store_matrices(x.registers.reshape(-1, heads // MMA_COLUMNS, 2), ref, tile)
+            lambda _, x, ref: _store_matrices(registers_of(x), ref, tile)
         )(x, smem)
 
 
@@ -149,13 +149,15 @@ def _store_matrices(registers: Any, ref: ir.Value, tile: SharedTile) -> None:
     half = arith.remui(half, i32(2))  # lanes from 16 on say nothing
     row = arith.addi(arith.muli(warp, i32(MMA_ROWS // NUM_WARPS)), arith.muli(half, i32(MATRIX)))
     for i, of_rows in enumerate(registers):
+        first = arith.addi(base, offset_in(tile, head, arith.addi(row, i32(i * MMA_ROWS))))
         for j, pair in enumerate(of_rows):
-            at = offset_in(tile, arith.addi(head, i32(j * MATRIX)), arith.addi(row, i32(i * MMA_ROWS)))
+            # Groups of 8 heads lie alike, wherever they are swizzled: one register addresses all.
+            at = arith.addi(first, i32(j * MATRIX * tile.columns * tile.dtype.itemsize))
             asm(
                 [],
                 "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};",
                 "r,r,r,~{memory}",
-                [arith.addi(base, at), *(utils.bitcast(word, int32()) for word in pair)],
+                [at, *(utils.bitcast(word, int32()) for word in pair)],
                 has_side_effects=True,
             )
 
@@ -166,11 +168,13 @@ def _store_words(registers: Any, ref: ir.Value, heads: int) -> None:
     base = address(ref, int64())
     row = arith.addi(arith.muli(warp, i32(MMA_ROWS // NUM_WARPS)), arith.divui(lane, i32(4)))
     head = arith.muli(arith.remui(lane, i32(4)), i32(2))
-    first = arith.addi(arith.muli(row, i32(heads)), head)
+    first = arith.extui(int64(), arith.addi(arith.muli(row, i32(heads)), head))
+    first = arith.addi(base, arith.muli(first, utils.c(4, int64())))
     for i, of_rows in enumerate(registers):
         for j, pair in enumerate(of_rows):
             for half, values in enumerate(pair):
-                at = arith.addi(first, i32((i * MMA_ROWS + half * MATRIX) * heads + j * MMA_COLUMNS))
-                offset = arith.muli(arith.extui(int64(), at), utils.c(4, int64()))
-                pointer = llvm.inttoptr(llvm.PointerType.get(1), arith.addi(base, offset))
+                # From one register: the compiler would keep as many addresses through the loop over tiles.
+                offset = 4 * ((i * MMA_ROWS + half * MATRIX) * heads + j * MMA_COLUMNS)
+                address_ = arith.addi(first, utils.c(offset, int64()))
+                pointer = llvm.inttoptr(llvm.PointerType.get(1), address_)
                 llvm.store(values, pointer, alignment=8)
