@@ -28,8 +28,8 @@ def run(
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
     q, k_pages, v_pages, page_table, sm_scale, k_scale, v_scale, modifiers = operands
     q, kv_starts = q.reshape(problem.batch, problem.num_q_heads, problem.head_dim), modifiers.kv_starts
-    scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
-    scales = {name: scale.reshape(-1) for name, scale in scales.items() if scale is not None}
+    values = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale, **modifiers.of_the_call}
+    values = {name: value.reshape(-1) for name, value in values.items() if value is not None}
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     launches = []
     step = rows_per_launch(problem)
@@ -47,9 +47,9 @@ def run(
                 row_pages=page_table.row_pages[rows],
             )
         plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
-        results = launch(plan, q[rows], k_pages, v_pages, table, scales, interpret=params)
+        results = launch(plan, q[rows], k_pages, v_pages, table, values, interpret=params)
         if plan.cuts_rows:
-            results = merge(plan, results, scales, interpret=params)
+            results = merge(plan, results, values, interpret=params)
         launches.append((results["out"], results.get("lse")))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
     joined = jax.tree.map(lambda x: x[:, None], joined)

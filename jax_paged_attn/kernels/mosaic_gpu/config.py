@@ -14,7 +14,7 @@ from .plan import MAX_BLOCK_KV, MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
-MODIFIERS = ("kv_starts",)
+MODIFIERS = ("soft_cap", "window_left", "alibi_slopes", "sinks", "kv_starts")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 HEAD_DIM_BYTES = 16  # what copies move multiples of
 # Blocks a multiprocessor, tiles in flight in each, bytes of a tile of K and V. On an H200 more blocks, more

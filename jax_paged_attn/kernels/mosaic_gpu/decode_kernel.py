@@ -21,12 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn.validation import LAYOUT_AXES
 
 from . import softmax
+from .columns import Columns
 from .integers import rem
 from .layouts import along_columns, along_rows, f32, full
 from .output import find_head_tile, store_output
 from .page_loading import TileLoader, entry_spec, page_spec
 from .plan import Plan
 from .rows import BatchRows, Table, VectorRows
+from .scores import SoftCap
 from .shared_memory import scratch_types
 from .token_scales import TokenScales, value_bias
 from .wide_operands import WideOperands
@@ -40,11 +42,11 @@ def launch(
     k_pages: Any,
     v_pages: Any,
     table: Table,
-    scales: dict[str, jax.Array],
+    values: dict[str, jax.Array],
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel; `scales` are "sm_scale" and, where there are such, "k_scale", "v_scale", flat.
+    """Launch the kernel; `values` are "sm_scale" and, where there are such, other scales and modifiers, flat.
 
     Returns
     -------
@@ -58,7 +60,7 @@ def launch(
     block_kv, heads = plan.config.block_kv, plan.tile_heads
     table_arrays = table.arrays()
     grouped = q.reshape(p.batch, p.num_kv_heads, p.group_size, p.head_dim)
-    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *scales.values()]
+    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *values.values()]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
@@ -70,19 +72,24 @@ def launch(
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
         table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
-        names = [f"{name}_gmem" for name in (*scales, *out_types)]
+        names = [f"{name}_gmem" for name in (*values, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, _, head_tile = find_head_tile(plan, head)
-        scale_log2 = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
+        columns = Columns(heads, p.group_size, kv_head, head_tile * heads)
+        window_left = refs["window_left_gmem"][0] if "window_left" in p.given else None
+        soft_cap = SoftCap.of(refs["soft_cap_gmem"][0]) if "soft_cap" in p.given else None
+        scale = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
+        if soft_cap is not None:
+            scale = refs["sm_scale_gmem"][0] / soft_cap.size
         if p.k_scale == "head":
-            scale_log2 *= refs["k_scale_gmem"][kv_head]
+            scale *= refs["k_scale_gmem"][kv_head]
 
         if plan.vector_rows:
             memory = (scratch["rows_smem"], scratch["sums_smem"], scratch["rows_ready"])
-            rows = VectorRows(table_gmem, tiling, p.batch, *memory)
+            rows = VectorRows(table_gmem, tiling, p.batch, *memory, window_left)
         else:
-            rows = BatchRows(table_gmem, tiling, p.batch)
+            rows = BatchRows(table_gmem, tiling, p.batch, window_left)
         cuts = plan.schedule.cuts(rows)
         run = cuts.run(part)
 
@@ -137,6 +144,14 @@ def launch(
                 plgpu.commit_smem()
             if p.k_scale == "token":
                 s *= along_columns(token_scale("k_scale", slot), s.shape)
+            if soft_cap is not None:
+                s = soft_cap.apply(s)
+            if "alibi_slopes" in p.given:
+                key = plgpu.broadcasted_iota(i32, s.shape[:1], 0, layout=unit.acc.reduce(1))
+                position, _ = tiling.position_of(tile, key)
+                distance = (position - (row.kv_len - 1)).astype(f32)
+                slopes = columns.load(scratch["alibi_slopes_smem"], unit.acc)
+                s += along_columns(distance, s.shape) * along_rows(slopes, s.shape)
             valid = None
             if masked:
                 key = plgpu.broadcasted_iota(i32, s.shape, 0, layout=unit.acc)
@@ -160,6 +175,10 @@ def launch(
         if not plan.wide:
             pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
         cursors = loader.start(run)
+        for name in plan.head_values:
+            columns.bring(refs[f"{name}_gmem"], f32(softmax.LOG2_E), scratch[f"{name}_smem"])
+        if plan.head_values:
+            plgpu.commit_smem()
         if plan.token_scaled:
             token_scales.wait()
             plgpu.commit_smem()
@@ -170,13 +189,17 @@ def launch(
             def _():
                 refs["cut_rows_gmem"][part, 0] = i32(0)
 
+        def store(b, acc, max_log2, weight_sum):
+            sinks = columns.load(scratch["sinks_smem"], unit.acc) if "sinks" in p.given else None
+            store_output(plan, unit, b, head, acc, max_log2, weight_sum, sinks, refs)
+
         def store_piece_or_output(row, begin, end, left, acc, max_log2, weight_sum):
             begins, ends = begin == row.first_tile, end == row.end_tile
             whole = begins & ends
 
             @pl.when(whole)
             def _():
-                store_output(plan, unit, row.index, head, acc, max_log2, weight_sum, refs)
+                store(row.index, acc, max_log2, weight_sum)
 
             @pl.when(jnp.logical_not(whole))
             def _():
@@ -211,9 +234,9 @@ def launch(
                 plgpu.barrier_wait(scratch["q_ready"])
                 queries, factor = unit.load_queries(scratch["q_smem"].at[q_slot])
                 pl.when(left > end - begin)(lambda: load_q(b + 1, 1 - q_slot))
-            score_scale = scale_log2
+            score_scale = scale
             if factor is not None:
-                score_scale = along_rows(factor * scale_log2, (block_kv, heads))
+                score_scale = along_rows(factor * scale, (block_kv, heads))
 
             def attend(masked):
                 return lambda tile, c: attend_tile(masked, tile, c, queries, score_scale, row)
@@ -244,7 +267,7 @@ def launch(
             if plan.cuts_rows:
                 store_piece_or_output(row, begin, end, left, acc, state.max_log2, weight_sum)
             else:
-                store_output(plan, unit, b, head, acc, state.max_log2, weight_sum, refs)
+                store(b, acc, state.max_log2, weight_sum)
             return left - (end - begin), b + 1, rows.row(b + 1).first_tile, step, 1 - q_slot, cursors
 
         lax.while_loop(

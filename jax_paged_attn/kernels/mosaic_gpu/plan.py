@@ -113,6 +113,11 @@ class Plan:
         kinds = {"k_scale": self.problem.k_scale, "v_scale": self.problem.v_scale}
         return tuple(name for name, kind in kinds.items() if kind == "token")
 
+    @property
+    def head_values(self) -> tuple[str, ...]:
+        """Modifiers that each query head has its own of."""
+        return tuple(name for name in ("alibi_slopes", "sinks") if name in self.problem.given)
+
     def out_tile(self, columns: int) -> SharedTile:
         """Output rows, or slices of them, in shared memory."""
         return SharedTile.choose(self.problem.dtype, columns, self.problem.v_head_dim)
