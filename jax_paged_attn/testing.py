@@ -104,8 +104,8 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 # What models use, and all of it at once.
 _GEMMA2 = {"soft_cap": 5.0, "window_left": 40}
 _ALL: dict[str, Any] = {**_GEMMA2, "alibi": True, "sinks": True}
-_SEVERAL_QUERIES = ("mosaic_gpu",)
 
+_MANY_QUERIES = _LONG_MASKS = ("mosaic_gpu",)
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
@@ -310,12 +310,12 @@ CASES = (
         **_ALL,
         interpret=True,
     ),
-    Case("queries_4", q_len=4, refused_by=_SEVERAL_QUERIES, newest=True),
+    Case("queries_4", q_len=4, interpret=True, newest=True),
     Case("queries_1_axis", q_len=1),
-    Case("queries_4_short", (2, 0, 4, 5), q_len=4, refused_by=_SEVERAL_QUERIES),
-    Case("queries_3_all_group_3", (300, 2, 0), 9, 3, q_len=3, **_ALL, refused_by=_SEVERAL_QUERIES),
-    Case("queries_4_not_causal", q_len=4, causal=False, window_left=9, refused_by=_SEVERAL_QUERIES),
-    Case("queries_5_tree", (0, 3, 70, 131), q_len=5, mask_len=5, refused_by=_SEVERAL_QUERIES, newest=True),
+    Case("queries_4_short", (2, 0, 4, 5), q_len=4, interpret=True),
+    Case("queries_3_all_group_3", (300, 2, 0), 9, 3, q_len=3, **_ALL, interpret=True),
+    Case("queries_4_not_causal", q_len=4, causal=False, window_left=9, interpret=True),
+    Case("queries_5_tree", (0, 3, 70, 131), q_len=5, mask_len=5, newest=True),
     Case(
         "queries_5_tree_all_starts",
         (130, 3, 300),
@@ -323,7 +323,7 @@ CASES = (
         mask_len=12,
         **_ALL,
         kv_starts=(125, 0, 7),
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
     Case(
         "queries_tree_not_causal",
@@ -332,7 +332,6 @@ CASES = (
         mask_len=7,
         causal=False,
         num_splits=2,
-        refused_by=_SEVERAL_QUERIES,
     ),
     Case("mask_of_one_query", (0, 3, 70, 131), mask_len=9, window_left=20, interpret=True),
     Case(
@@ -341,7 +340,7 @@ CASES = (
         cache_dtypes=_E4M3,
         scale="token",
         sinks=True,
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
     Case(
         "queries_4_int8_hpnd",
@@ -350,7 +349,6 @@ CASES = (
         scale="head",
         kv_layout="HPND",
         **_ALL,
-        refused_by=_SEVERAL_QUERIES,
     ),
     Case(
         "queries_7_contiguous_nhd",
@@ -360,10 +358,20 @@ CASES = (
         contiguous=True,
         q_len=7,
         window_left=30,
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
-    Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96, refused_by=_SEVERAL_QUERIES),
-    Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_SEVERAL_QUERIES),
+    Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96),
+    Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_MANY_QUERIES),
+    Case(
+        "queries_20_tree_two_words",
+        (100, 10),
+        q_len=20,
+        mask_len=40,
+        window_left=50,
+        head_dim=128,
+        interpret=True,
+    ),
+    Case("mask_of_200", (131, 250), q_len=3, mask_len=200, refused_by=_LONG_MASKS),
     Case(
         "queries_4_float32_csr",
         (5, 0, 33, 64),

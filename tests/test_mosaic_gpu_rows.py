@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn import testing
 from jax_paged_attn.kernels.mosaic_gpu.rows import BatchRows, Table, VectorRows
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
+from jax_paged_attn.kernels.mosaic_gpu.window import Window
 
 i32 = jnp.int32
 NUM_ENTRIES = 40
@@ -82,7 +83,7 @@ def test_batch_rows(page_size, has_kv_starts, contiguous, window_left):
 
     @jax.jit
     def read():
-        rows = BatchRows(table, tiling, batch, None if window_left is None else i32(window_left))
+        rows = BatchRows(table, tiling, batch, Window(left=None if window_left is None else i32(window_left)))
         return jax.vmap(rows.row)(b), rows.total(), jax.vmap(rows.find)(tiles), rows.row(i32(batch))
 
     row, total, (found, before), past_the_batch = read()
@@ -125,7 +126,7 @@ def test_vector_rows(batch, has_kv_starts, contiguous, window_left):
             tiling,
             batch,
             *scratch,
-            None if window_left is None else i32(window_left),
+            window=Window(left=None if window_left is None else i32(window_left)),
         )
         part = lax.axis_index("part")
 
@@ -159,6 +160,6 @@ def test_a_longer_table_moves_no_tile():
     ranges = []
     for pages in (19, 400):
         table = Table(lens, None, jnp.zeros(5 * pages, i32), pages * jnp.arange(5), jnp.full(5, pages))
-        row = jax.vmap(BatchRows(table, tiling, 5).row)(jnp.arange(5))
+        row = jax.vmap(BatchRows(table, tiling, 5, Window()).row)(jnp.arange(5))
         ranges.append((row.first_tile.tolist(), row.end_tile.tolist()))
     assert ranges[0] == ranges[1] == ([0] * 5, [1, 1, 1, 2, 5])

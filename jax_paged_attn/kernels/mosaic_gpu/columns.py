@@ -1,4 +1,4 @@
-"""What the columns of a tile of scores are: query heads of one kv head."""
+"""What the columns of a tile of scores are: query heads of one kv head, of one query token or of several."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .integers import rem
+from .integers import div, rem
 
 i32 = jnp.int32
 
@@ -15,20 +15,27 @@ i32 = jnp.int32
 class Columns:
     """The columns of a tile.
 
+    A kv head's columns are its query heads for a row's first query token, then for the second, and so on.
+
     Attributes
     ----------
     count : int
-        Columns, of which those past the kv head's last are as some of its first.
+        Columns of the tile.
     group_size : int
         Query heads of a kv head.
     kv_head, first : scalar
-        Whose query heads they are, and which of them is the first.
+        Whose columns they are, and which of those is the first.
     """
 
     count: int
     group_size: int
     kv_head: Any
     first: Any
+
+    def tokens(self, layout: Any) -> Any:
+        """Which query token each is of, for scores of this layout."""
+        column = plgpu.broadcasted_iota(i32, (self.count,), 0, layout=layout.reduce(0))
+        return div(column + self.first, self.group_size)
 
     def bring(self, values_gmem: Any, factor: Any, values_smem: Any) -> None:
         """Bring what each query head has one of, times `factor`; a barrier makes it visible."""

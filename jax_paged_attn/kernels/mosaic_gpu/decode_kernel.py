@@ -1,4 +1,4 @@
-"""The decode kernel: one query token a row over a paged cache, Pallas Mosaic GPU.
+"""The decode kernel: one query token a row, or a few, over a paged cache, Pallas Mosaic GPU.
 
 Thread block (part, head) walks part `part` of the list of (row, tile) for one kv head and some of its query
 heads. A row that lies in one part is written as it finishes; a row cut by the ends of parts leaves float32
@@ -9,6 +9,7 @@ products. `layouts.py` has those of 16-bit caches, `byte_operands.py` those of q
 `wide_operands.py` those of large groups.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.validation import LAYOUT_AXES
 
-from . import softmax
+from . import mask_words, softmax
 from .columns import Columns
 from .integers import rem
 from .layouts import along_columns, along_rows, f32, full
@@ -46,7 +47,13 @@ def launch(
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel; `values` are "sm_scale" and, where there are such, other scales and modifiers, flat.
+    """Launch the kernel.
+
+    Parameters
+    ----------
+    q : [batch, num_kv_heads, queries of a kv head, head_dim]
+    values
+        "sm_scale" and, where there are such, other scales and modifiers, flat; and the words of a mask.
 
     Returns
     -------
@@ -57,14 +64,13 @@ def launch(
     """
     p, tiling = plan.problem, plan.tiling
     unit = plan.operands(interpret=interpret is not None)
-    block_kv, heads = plan.config.block_kv, plan.tile_heads
+    block_kv, heads, num_words = plan.config.block_kv, plan.tile_heads, mask_words.num_words(p.mask_len)
     table_arrays = table.arrays()
-    grouped = q.reshape(p.batch, p.num_kv_heads, p.group_size, p.head_dim)
-    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *values.values()]
+    operands = [q, k_pages, v_pages, *table_arrays.values(), *values.values()]
     partials = plan.partial_shapes()
-    out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
+    out_types = {"out": jax.ShapeDtypeStruct((p.batch, plan.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
-        out_types["lse"] = jax.ShapeDtypeStruct((p.batch, p.num_q_heads), f32)
+        out_types["lse"] = jax.ShapeDtypeStruct((p.batch, plan.num_q_heads), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in partials.items()}
     if plan.cuts_rows:
         out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
@@ -77,7 +83,9 @@ def launch(
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, _, head_tile = find_head_tile(plan, head)
         columns = Columns(heads, p.group_size, kv_head, head_tile * heads)
-        window_left = refs["window_left_gmem"][0] if "window_left" in p.given else None
+        window = plan.window
+        if "window_left" in p.given:
+            window = dataclasses.replace(window, left=refs["window_left_gmem"][0])
         soft_cap = SoftCap.of(refs["soft_cap_gmem"][0]) if "soft_cap" in p.given else None
         scale = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
         if soft_cap is not None:
@@ -87,9 +95,9 @@ def launch(
 
         if plan.vector_rows:
             memory = (scratch["rows_smem"], scratch["sums_smem"], scratch["rows_ready"])
-            rows = VectorRows(table_gmem, tiling, p.batch, *memory, window_left)
+            rows = VectorRows(table_gmem, tiling, p.batch, *memory, window)
         else:
-            rows = BatchRows(table_gmem, tiling, p.batch, window_left)
+            rows = BatchRows(table_gmem, tiling, p.batch, window)
         cuts = plan.schedule.cuts(rows)
         run = cuts.run(part)
 
@@ -123,11 +131,38 @@ def launch(
             )
 
         def valid_keys(row, tile, key):
+            """Which rows of a tile are keys that a query may see, as far as ranges tell; their positions."""
             position, is_key = tiling.position_of(tile, key)
             valid = position < row.kv_len
             if row.kv_start is not None:
                 valid &= position >= row.kv_start
-            return valid if is_key is None else valid & is_key
+            return valid if is_key is None else valid & is_key, position
+
+        def seen_keys(row, tile, key):
+            """Which rows of a tile are keys that some query sees."""
+            valid, position = valid_keys(row, tile, key)
+            if p.mask_len and jnp.issubdtype(p.v_dtype, jnp.floating):  # integers have no NaN to keep out
+                column = position - (row.kv_len - p.mask_len)
+                seen = refs["mask_seen_gmem"].at[row.index]
+                drafted = mask_words.bit(lambda w: jnp.full_like(column, seen[w]), num_words, column)
+                valid &= drafted | (column < 0)
+            return valid
+
+        def visible_keys(row, tile, key):
+            """Which keys each column sees, [block_kv, heads]."""
+            valid, position = valid_keys(row, tile, key)
+            if not window.differs:
+                return valid
+
+            def is_drafted(column):
+                def word(w):
+                    of_columns = refs["mask_words_gmem"].at[row.index, head_tile, w]
+                    words = plgpu.load(of_columns, layout=unit.acc.reduce(0), optimized=False)
+                    return along_rows(words, column.shape)
+
+                return mask_words.bit(word, num_words, column)
+
+            return valid & window.sees(row, position, columns.tokens(unit.acc), is_drafted)
 
         def token_scale(name, slot):
             at = scratch[f"{name}_smem"].at[slot]
@@ -149,13 +184,15 @@ def launch(
             if "alibi_slopes" in p.given:
                 key = plgpu.broadcasted_iota(i32, s.shape[:1], 0, layout=unit.acc.reduce(1))
                 position, _ = tiling.position_of(tile, key)
-                distance = (position - (row.kv_len - 1)).astype(f32)
+                distance = along_columns((position - (row.kv_len - p.q_len)).astype(f32), s.shape)
+                if p.q_len > 1:
+                    distance -= along_rows(columns.tokens(unit.acc).astype(f32), s.shape)
                 slopes = columns.load(scratch["alibi_slopes_smem"], unit.acc)
-                s += along_columns(distance, s.shape) * along_rows(slopes, s.shape)
+                s += distance * along_rows(slopes, s.shape)
             valid = None
             if masked:
                 key = plgpu.broadcasted_iota(i32, s.shape, 0, layout=unit.acc)
-                valid = valid_keys(row, tile, key)
+                valid = visible_keys(row, tile, key)
             if p.v_scale == "token":
                 v_scale = token_scale("v_scale", slot)
                 state, probs, rescale = state.update(unit, s, valid, value_bias(v_scale))
@@ -164,7 +201,7 @@ def launch(
                     probs = jnp.where(valid, probs, f32(0))
             else:
                 state, probs, rescale = state.update(unit, s, valid)
-            is_key = functools.partial(valid_keys, row, tile) if masked else None
+            is_key = functools.partial(seen_keys, row, tile) if masked else None
             acc = acc * along_rows(rescale, acc.shape)
             acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
@@ -244,12 +281,13 @@ def launch(
             acc = full((plan.v_columns, heads), 0, unit.acc)
             c = (acc, softmax.State.empty(heads), step, cursors)
             if tiling.dense:  # only the tiles at the ends of the row's keys need a mask
-                full_end = jnp.clip(tiling.tile_of(row.kv_len), begin, end)
-                if row.kv_start is None:
+                first_key, end_key = window.seen_by_all(row)
+                full_end = jnp.clip(tiling.tile_of(end_key), begin, end)
+                if first_key is None:
                     c = lax.fori_loop(begin, full_end, attend(False), c)
                     c = lax.fori_loop(full_end, end, attend(True), c)
                 else:
-                    first_full = tiling.tile_of(row.kv_start + (block_kv - 1))
+                    first_full = tiling.tile_of(first_key + (block_kv - 1))
                     full_begin = jnp.clip(first_full, begin, full_end)
 
                     def attend_end(last, c):

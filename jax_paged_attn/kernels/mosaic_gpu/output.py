@@ -18,12 +18,12 @@ from .plan import Plan
 def find_head_tile(plan: Plan, head: Any) -> tuple[Any, Any, Any]:
     """(kv head, first query head, which tile of the kv head's query heads) of the grid's `head`."""
     kv_head, tile = div(head, plan.head_groups), rem(head, plan.head_groups)
-    return kv_head, kv_head * plan.problem.group_size + tile * plan.tile_heads, tile
+    return kv_head, kv_head * plan.group_size + tile * plan.tile_heads, tile
 
 
 def _for_valid_heads(plan: Plan, tile, store) -> None:
     """Call `store(count)` with the number of query heads in `tile`, a static number each time."""
-    rest = plan.problem.group_size - (plan.head_groups - 1) * plan.tile_heads
+    rest = plan.group_size - (plan.head_groups - 1) * plan.tile_heads
     if rest == plan.tile_heads:
         store(plan.tile_heads)
         return

@@ -9,11 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged_attn.calls.modifiers import first_visible
-
 from .integers import ceil_div, div, rem
 from .layouts import ONE_EACH
 from .tiling import Tiling
+from .window import Window
 
 i32 = jnp.int32
 CHUNK = 128  # rows that one vector of the schedule holds, one a thread
@@ -80,8 +79,8 @@ def tile_range(tiling: Tiling, kv_len, kv_start):
 class BatchRows:
     """Rows read one by one from a table in GMEM, for small batches."""
 
-    def __init__(self, table: Table, tiling: Tiling, batch: int, window_left: Any = None):
-        self.table, self.tiling, self.batch, self.window_left = table, tiling, batch, window_left
+    def __init__(self, table: Table, tiling: Tiling, batch: int, window: Window):
+        self.table, self.tiling, self.batch, self.window = table, tiling, batch, window
 
     def row(self, b) -> Row:
         """Row `b`; past the batch, one like the last row."""
@@ -92,7 +91,7 @@ class BatchRows:
     def _row(self, index, of_row: Table, at) -> Row:
         """The row, or rows, whose fields `of_row` holds, from place `at` of the table."""
         table_start, kv_len, kv_start = of_row.clipped(at, self.tiling.page_size)
-        kv_start = first_visible(1, 0, kv_len, kv_start, self.window_left)
+        kv_start = self.window.first_key(kv_len, kv_start)
         return Row(index, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
 
     @functools.cached_property
@@ -139,7 +138,7 @@ class VectorRows(BatchRows):
         rows_smem,
         sums_smem,
         rows_ready,
-        window_left: Any = None,
+        window: Window,
     ):
         fields = {name: ref for name, ref in table.arrays().items() if name != "indices"}
         chunks = range(ceil_div(batch, CHUNK))
@@ -150,7 +149,7 @@ class VectorRows(BatchRows):
                 rows = pl.ds(origin + c * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(field.at[rows], rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], rows_ready)
         fields = {name: rows_smem.at[f] for f, name in enumerate(fields)}
-        super().__init__(table._replace(**fields), tiling, batch, window_left)
+        super().__init__(table._replace(**fields), tiling, batch, window)
         self.sums_smem = sums_smem
         lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ONE_EACH)
         for c in chunks:  # what the shifts below read before a chunk's first row
