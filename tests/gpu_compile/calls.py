@@ -59,6 +59,7 @@ class Attention:
     q_len: int | None = None  # one token a row, without an axis of its own
     mask_len: int = 20
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
+    spilled: int = 0  # bytes at most: of values that wait for a row's end while its tiles take all registers
 
     def traceable(self) -> Traceable:
         page_size = self.page_size or self.max_kv_len
@@ -297,9 +298,11 @@ CALLS["scan"] = (
 CALLS["limits"] = (
     # Most registers: the most query heads of a tile, in registers and in shared memory.
     Attention(32, 2, 256, options=(("return_lse", True),)),
-    Attention(72, 1, 64),
-    Attention(96, 2, 128, kv_starts=True),
-    Attention(40, 1, 192, v_head_dim=128, kv_layout="NHD"),
+    Attention(80, 1, 64, kv_starts=True, options=(("return_lse", True),)),
+    Attention(71, 1, 128, dtype="float16"),
+    Attention(71, 1, 128, options=(("num_splits", 4),)),
+    Attention(71, 1, 128, kv_starts=True, options=(("return_lse", True),), spilled=80),
+    Attention(56, 1, 192, v_head_dim=128, kv_layout="NHD"),
     Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
     Attention(16, 16, 16, v_head_dim=256),
@@ -320,6 +323,7 @@ CALLS["quantized"] = (
     INT8(32, 2, 192, scale="token", options=(("return_lse", True),)),
     INT8(64, 2, 256, scale="token"),
     E4M3(71, 1, 64, dtype="float16"),
+    E4M3(32, 8, 64),
     INT8(9, 3, 64, page_size=None, scale="head"),
     E4M3(32, 8, 80, v_head_dim=48, options=(("num_splits", 4),)),
 )

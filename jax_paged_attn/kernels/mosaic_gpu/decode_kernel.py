@@ -77,6 +77,8 @@ def launch(
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
+        if plan.wide:
+            scratch["q_smem"], scratch["out_smem"] = scratch.pop("q_or_out_smem")
         table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
         names = [f"{name}_gmem" for name in (*values, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
@@ -195,14 +197,15 @@ def launch(
                 valid = visible_keys(row, tile, key)
             if p.v_scale == "token":
                 v_scale = token_scale("v_scale", slot)
-                state, probs, rescale = state.update(unit, s, valid, value_bias(v_scale))
+                state, acc, probs = state.update(
+                    unit, scratch.get("max_smem"), acc, s, valid, value_bias(v_scale)
+                )
                 probs *= along_columns(v_scale, s.shape)
                 if valid is not None:  # unused scales may be NaN
                     probs = jnp.where(valid, probs, f32(0))
             else:
-                state, probs, rescale = state.update(unit, s, valid)
+                state, acc, probs = state.update(unit, scratch.get("max_smem"), acc, s, valid)
             is_key = functools.partial(seen_keys, row, tile) if masked else None
-            acc = acc * along_rows(rescale, acc.shape)
             acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
