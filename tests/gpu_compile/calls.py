@@ -341,6 +341,7 @@ CALLS["modifiers"] = (
     Attention(72, 1, 64, modifiers=ALL, kv_starts=True),
     Attention(96, 2, 128, modifiers=ALL),
     Attention(72, 1, 128, modifiers=("sinks", "window_left")),
+    Attention(56, 1, 192, modifiers=ALL),
     Attention(40, 1, 192, v_head_dim=128, modifiers=ALL, kv_layout="NHD"),
     Attention(64, 2, 256, modifiers=ALL),
     E4M3(*llama, modifiers=ALL),

@@ -19,7 +19,7 @@ from .window import Window
 
 MAX_TILE_HEADS = 16  # query heads of a tile
 MAX_WIDE_TILE_HEADS = {64: 80, 128: 72, 192: 56, 256: 32}  # with `wgmma`, by the columns of K or V
-MAX_MASKED_TILE_HEADS = {64: 64, 128: 48, 192: 40, 256: 32}  # where each query sees other keys
+MAX_MODIFIED_TILE_HEADS = {64: 64, 128: 48, 192: 40, 256: 32}  # with modifiers or several tokens' queries
 MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
@@ -174,7 +174,8 @@ class Plan:
     def max_tile_heads(self) -> int:
         """More query heads than these do not leave registers for all that a thread holds."""
         if self.wide:
-            most = MAX_MASKED_TILE_HEADS if self.window.differs else MAX_WIDE_TILE_HEADS
+            modified = self.window.differs or {*self.problem.given} - {"kv_starts"}
+            most = MAX_MODIFIED_TILE_HEADS if modified else MAX_WIDE_TILE_HEADS
             return most[max(self.k_columns, self.v_columns)]
         many_columns = self.k_columns + self.v_columns > MAX_COLUMNS_OF_BYTES
         return MAX_TILE_HEADS // 2 if self.quantized and many_columns else MAX_TILE_HEADS
