@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_paged_attn import paged, validation
+from jax_paged_attn.calls.modifiers import Modifiers
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Ints
 
@@ -18,6 +19,12 @@ def decode_attention(
     kv_lens: Ints,
     *,
     sm_scale: ArrayLike | None = None,
+    soft_cap: ArrayLike | None = None,
+    window_left: Ints | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    causal: bool = True,
     kv_starts: Ints | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -28,14 +35,14 @@ def decode_attention(
     implementation: str | None = None,
     config: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of one query token a row over a contiguous KV cache.
+    """Attention of the last query tokens of each row over a contiguous KV cache.
 
     The cost follows the lengths: a capacity (``max_kv_len``) far above them costs nothing. Slots at or past a
     row's length may hold anything.
 
     Parameters
     ----------
-    q : float[batch, num_q_heads, head_dim] or float[num_q_heads, head_dim]
+    q : float[batch, num_q_heads, head_dim], [batch, q_len, num_q_heads, head_dim] or [num_q_heads, head_dim]
         bfloat16, float16 or float32. Without the batch axis, the caches have none either.
     k_cache, v_cache : float, of q's dtype
         v may have its own head_dim. By `kv_layout`:
@@ -43,7 +50,9 @@ def decode_attention(
         "NHD" [batch, max_kv_len, num_kv_heads, head_dim].
     kv_lens : int[batch] or an int scalar
         Valid tokens of each row, clipped to ``[0, max_kv_len]``. A scalar is every row's length.
-    sm_scale, kv_starts, return_lse, num_splits, validate_values, implementation, config
+    sm_scale, soft_cap, window_left, alibi_slopes, sinks, mask, causal, kv_starts
+        As in `paged_attention`.
+    return_lse, num_splits, validate_values, implementation, config
         As in `paged_attention`.
     k_scale, v_scale : float, optional
         Of a quantized cache, as in `paged_attention`: a scalar, one a head [num_kv_heads], or one a token, in
@@ -53,10 +62,10 @@ def decode_attention(
 
     Returns
     -------
-    out : float[batch, num_q_heads, v_head_dim], of q's dtype
-        0 in a row without keys.
-    lse : float32[batch, num_q_heads]
-        Natural logarithm, only with `return_lse`; -inf in a row without keys.
+    out : like q, with v's head_dim
+        0 where a query sees no key.
+    lse : float32, like q without head_dim
+        Natural logarithm, only with `return_lse`; where a query sees no key, -inf or its head's sink.
 
     Raises
     ------
@@ -73,29 +82,23 @@ def decode_attention(
     >>> decode_attention(jnp.ones((2, 8, 64)), k_cache, v_cache, [20, 3]).shape
     (2, 8, 64)
     """
-    q = validation.as_array("q", q)
+    q = paged.as_query(q)
     k_cache = validation.as_array("k_cache", k_cache)
     v_cache = validation.as_array("v_cache", v_cache)
     kv_lens = validation.as_int32("kv_lens", kv_lens)
     validation.check_layout(kv_layout, ("HND", "NHD"))
-    validation.check(
-        q.ndim in (2, 3),
-        "q",
-        "shape [batch, num_q_heads, head_dim] or [num_q_heads, head_dim]",
-        f"shape {q.shape}",
-    )
+    rows = q.shape[:1] if q.ndim > 2 else ()
     axes = validation.LAYOUT_AXES[kv_layout]
-    axes = ("batch" if q.ndim == 3 else None, *("max_kv_len" if a == "page_size" else a for a in axes[1:]))
+    axes = ("batch" if rows else None, *("max_kv_len" if a == "page_size" else a for a in axes[1:]))
     expected = f"shape [{', '.join(axis for axis in axes if axis)}]"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        validation.check(cache.ndim == q.ndim + 1, name, expected, f"shape {cache.shape}")
-        if q.ndim == 3:
+        validation.check(cache.ndim == len(rows) + 3, name, expected, f"shape {cache.shape}")
+        if rows:
             validation.check(
-                cache.shape[0] == q.shape[0], name, f"the batch of q, {q.shape[0]}", f"batch {cache.shape[0]}"
+                cache.shape[0] == rows[0], name, f"the batch of q, {rows[0]}", f"batch {cache.shape[0]}"
             )
-    rows = q.shape[:-2]
     validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
-    if q.ndim == 2:
+    if not rows:
         k_cache, v_cache = k_cache[None], v_cache[None]
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         scales = {name: validation.as_optional_array(name, x) for name, x in scales.items()}
@@ -113,8 +116,9 @@ def decode_attention(
         k_cache,
         v_cache,
         page_table,
+        Modifiers(soft_cap, window_left, alibi_slopes, sinks, mask, kv_starts),
         sm_scale=sm_scale,
-        kv_starts=kv_starts,
+        causal=causal,
         k_scale=k_scale,
         v_scale=v_scale,
         kv_layout=kv_layout,

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_paged_attn import dispatch, validation
 from jax_paged_attn.calls import attention
+from jax_paged_attn.calls.modifiers import Modifiers
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import Ints
 
@@ -20,6 +21,12 @@ def paged_attention(
     page_table: PageTable,
     *,
     sm_scale: ArrayLike | None = None,
+    soft_cap: ArrayLike | None = None,
+    window_left: Ints | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    causal: bool = True,
     kv_starts: Ints | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -30,7 +37,12 @@ def paged_attention(
     implementation: str | None = None,
     config: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of one query token a row over a paged KV cache.
+    """Attention of the last query tokens of each row over a paged KV cache.
+
+    With ``cap(x) = soft_cap * tanh(x / soft_cap)``, query token i of a row sits at position
+    ``kv_len - q_len + i``, and scores are::
+
+        cap(q . k * sm_scale * k_scale) + alibi_slopes[head] * (key_position - query_position)
 
     Query head ``h`` attends to kv head ``h // (num_q_heads // num_kv_heads)``. Only the valid tokens of the
     pages that a row points to are used; whatever the other slots, pages and table entries hold (NaN too)
@@ -38,8 +50,9 @@ def paged_attention(
 
     Parameters
     ----------
-    q : float[batch, num_q_heads, head_dim] or float[num_q_heads, head_dim]
-        bfloat16, float16 or float32. Without the batch axis, `page_table` must be unbatched too.
+    q : float[batch, num_q_heads, head_dim], [batch, q_len, num_q_heads, head_dim] or [num_q_heads, head_dim]
+        bfloat16, float16 or float32. One token a row, or the last `q_len` tokens of each, such as a draft's.
+        Without the batch axis, `page_table` must be unbatched too.
     k_pages, v_pages : float or int8
         The pool, of q's dtype, or quantized as float8_e4m3fn, float8_e5m2 or int8; v may have its own
         head_dim and dtype. By `kv_layout`:
@@ -50,8 +63,25 @@ def paged_attention(
         Lengths outside ``[0, row_pages * page_size]`` and page ids outside the pool are clipped.
     sm_scale : real scalar, optional
         Scale of the scores, may be traced. None is ``head_dim**-0.5``; 0 and negative values are valid.
+    soft_cap : real scalar, optional
+        Caps scores before anything is masked (Gemma 2, Grok); may be traced. None or 0 is off.
+    window_left : int scalar, optional
+        How many keys before its own a query sees (sliding window); may be traced, so that layers under
+        `jax.lax.scan` can differ. A peer's ``sliding_window=n`` is ``window_left=n - 1``. None or -1 is all.
+        Pages before every query's window are not read, and their table entries may hold anything.
+    alibi_slopes : float[num_q_heads], optional
+        Slopes of ALiBi [1]_: a bias of each score that is linear in the distance of the key.
+    sinks : float[num_q_heads], optional
+        Attention sinks (gpt-oss): logits, neither scaled nor capped, that take part in each softmax once but
+        have no value. They are in `lse`, so merge states that lack them, or have them in one state alone.
+    mask : bool[batch, q_len, mask_len], optional
+        Decides by itself which of the last ``mask_len`` keys of a row each query sees (a tree of drafts), in
+        place of `causal` and `window_left`, which earlier keys follow. Columns before key 0 are ignored.
+        [batch, mask_len] where q has one token a row, [mask_len] in the unbatched form.
+    causal : bool
+        Whether a query sees no key after its own position. False also lifts the right bound of windows.
     kv_starts : int[batch], optional
-        Keys before it are masked (left padding). A scalar in the unbatched form.
+        Keys before it are masked (left padding), whatever `mask` says. A scalar in the unbatched form.
     k_scale, v_scale : float, optional
         Of a quantized pool: a stored value counts as itself times the scale. A scalar, one a head
         [num_kv_heads], or one a token, in the pool's shape without head_dim. None is 1. Applied to scores and
@@ -65,8 +95,8 @@ def paged_attention(
         don't depend on its batch mates or on any capacity ("xla": among calls of one shape, as XLA may order
         sums by the shape). None lets the implementation cut.
     validate_values : bool
-        Also check page ids, lengths, `kv_starts`, and that scales (but of tokens) are positive and finite:
-        ValueError for concrete arrays,
+        Also check page ids, lengths, `kv_starts`, and that scales (but of tokens) are positive and finite,
+        caps, windows, slopes and sinks in range: ValueError for concrete arrays,
         `jax.experimental.checkify` checks for traced ones.
     implementation : str, optional
         "mosaic_gpu" (Pallas kernels; interpreted on CPU) or "xla"; None takes the first that can run.
@@ -75,10 +105,10 @@ def paged_attention(
 
     Returns
     -------
-    out : float[batch, num_q_heads, v_head_dim], of q's dtype
-        0 in a row without keys.
-    lse : float32[batch, num_q_heads]
-        Natural logarithm, only with `return_lse`; -inf in a row without keys.
+    out : like q, with v's head_dim
+        0 where a query sees no key, as where ``q_len > kv_len`` puts its position before key 0.
+    lse : float32, like q without head_dim
+        Natural logarithm, only with `return_lse`; where a query sees no key, -inf or its head's sink.
 
     Raises
     ------
@@ -88,6 +118,11 @@ def paged_attention(
         If the `implementation` asked for can't run this call, with the reason; or on differentiation:
         `jax_paged_attn.reference.paged_attention` is differentiable.
 
+    References
+    ----------
+    .. [1] O. Press, N. Smith and M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
+       Input Length Extrapolation", 2021 (arXiv 2108.12409).
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -96,22 +131,23 @@ def paged_attention(
     >>> k_pages = v_pages = jnp.ones((3, 2, 16, 64))  # 3 pages, 2 kv heads, 16 tokens a page
     >>> paged_attention(jnp.ones((2, 8, 64)), k_pages, v_pages, page_table).shape
     (2, 8, 64)
+
+    Three draft tokens a row, each of which sees at most 8 keys:
+
+    >>> drafts = jnp.ones((2, 3, 8, 64))
+    >>> paged_attention(drafts, k_pages, v_pages, page_table, window_left=7).shape
+    (2, 3, 8, 64)
     """
-    q = validation.as_array("q", q)
+    q = as_query(q)
     page_table = validation.as_page_table(page_table)
-    validation.check(
-        q.ndim in (2, 3),
-        "q",
-        "shape [batch, num_q_heads, head_dim] or [num_q_heads, head_dim]",
-        f"shape {q.shape}",
-    )
     return attend(
         q,
         validation.as_array("k_pages", k_pages),
         validation.as_array("v_pages", v_pages),
         page_table,
+        Modifiers(soft_cap, window_left, alibi_slopes, sinks, mask, kv_starts),
         sm_scale=sm_scale,
-        kv_starts=kv_starts,
+        causal=causal,
         k_scale=k_scale,
         v_scale=v_scale,
         kv_layout=kv_layout,
@@ -123,14 +159,23 @@ def paged_attention(
     )
 
 
+def as_query(q: ArrayLike) -> jax.Array:
+    """Convert a query and check its number of axes."""
+    q = validation.as_array("q", q)
+    forms = "[batch, num_q_heads, head_dim], [batch, q_len, num_q_heads, head_dim] or [num_q_heads, head_dim]"
+    validation.check(q.ndim in (2, 3, 4), "q", f"shape {forms}", f"shape {q.shape}")
+    return q
+
+
 def attend(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     page_table: PageTable,
+    modifiers: Modifiers,
     *,
     sm_scale: ArrayLike | None,
-    kv_starts: Ints | None,
+    causal: bool,
     k_scale: ArrayLike | None,
     v_scale: ArrayLike | None,
     kv_layout: str,
@@ -143,33 +188,30 @@ def attend(
     cache_names: tuple[str, str] = ("k_pages", "v_pages"),
     lens_name: str = "page_table.kv_lens",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Do what `paged_attention` and `decode_attention` share, in batched or unbatched form."""
+    """Do what `paged_attention` and `decode_attention` share, in any form of q; modifiers are as given."""
     validation.check_bool("validate_values", validate_values)
-    if kv_starts is not None:
-        kv_starts = validation.as_int32("kv_starts", kv_starts)
     k_scale = validation.as_optional_array("k_scale", k_scale)
     v_scale = validation.as_optional_array("v_scale", v_scale)
-    unbatched = q.ndim == 2
-    if unbatched:
+    lead, (num_q_heads, head_dim) = q.shape[:-2], q.shape[-2:]
+    modifiers = modifiers.checked(lead, num_q_heads)
+    if not lead:
         validation.check(
             page_table.kv_lens.ndim == 0,
             "page_table",
             "an unbatched table, as q has no batch axis",
             f"kv_lens of shape {page_table.kv_lens.shape}",
         )
-        if kv_starts is not None:
-            validation.check_shape("kv_starts", kv_starts, ())
-            kv_starts = kv_starts[None]
-        q = q[None]
         page_table = page_table.as_batched()
+    q = q.reshape(*(*lead, 1, 1)[:2], num_q_heads, head_dim)
     problem = attention.describe(
         q,
         k_pages,
         v_pages,
         page_table,
-        kv_starts,
+        modifiers,
         k_scale,
         v_scale,
+        causal=causal,
         kv_layout=kv_layout,
         return_lse=return_lse,
         num_splits=num_splits,
@@ -181,17 +223,15 @@ def attend(
         # Scales of tokens may be anything where no token is.
         wholes = {"k_scale": k_scale, "v_scale": v_scale}
         validation.check_scales(**{n: x for n, x in wholes.items() if x is not None and x.ndim < 2})
-        attention.check_table(problem, page_table, kv_starts, lens_name)
-    # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
-    scale = scale if isinstance(scale, jax.Array) else jax.device_put(np.float32(scale))
+        attention.check_values(problem, page_table, modifiers, lens_name)
+    scale = validation.on_device(scale if isinstance(scale, jax.Array) else np.float32(scale))
     k_scale, v_scale = (
         None if x is None else jnp.broadcast_to(x, x.shape or (problem.num_kv_heads,)).astype(jnp.float32)
         for x in (k_scale, v_scale)
     )
-    operands = attention.Operands(q, k_pages, v_pages, page_table, kv_starts, scale, k_scale, v_scale)
+    operands = attention.Operands(q, k_pages, v_pages, page_table, scale, k_scale, v_scale, modifiers)
     out, lse = dispatch.run(
         attention.ATTENTION, problem, operands, implementation=implementation, config=config
     )
-    if unbatched:
-        out, lse = jax.tree.map(lambda x: x[0], (out, lse))
-    return out if lse is None else (out, lse)
+    out = out.reshape(*lead, *out.shape[2:])
+    return out if lse is None else (out, lse.reshape(*lead, num_q_heads))

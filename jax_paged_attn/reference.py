@@ -22,39 +22,70 @@ def paged_attention(
     page_table: PageTable,
     *,
     sm_scale: ArrayLike | None = None,
+    soft_cap: ArrayLike | None = None,
+    window_left: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    causal: bool = True,
     kv_starts: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.paged_attention`; differentiable in q, the scales and unquantized pages."""
+    """Float32 `jax_paged_attn.paged_attention`.
+
+    Differentiable in q, unquantized pages, sm_scale, soft_cap, slopes, sinks and other scales.
+    """
     # To [num_pages, page_size, num_kv_heads, head_dim].
     order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
     k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
     k_scale, v_scale = (_scales(x, k_pages.shape[:-1], order[:-1]) for x in (k_scale, v_scale))
-    q, (num_pages, page_size, _, head_dim) = jnp.asarray(q), k_pages.shape
+    q, (num_pages, page_size, num_kv_heads, head_dim) = jnp.asarray(q), k_pages.shape
     validation.check(q.shape[-1:] == (head_dim,), "q", f"head_dim {head_dim}, as k", f"shape {q.shape}")
+    lead, num_q_heads = q.shape[:-2], q.shape[-2]
+    q_len = lead[1] if len(lead) == 2 else 1
+    # Rows of one form: [batch, q_len, num_q_heads, head_dim].
+    table = page_table if lead else page_table.as_batched()
+    q = q.reshape(table.kv_lens.shape[0], q_len, num_q_heads, head_dim)
+    if mask is not None:
+        mask = jnp.asarray(mask).reshape(*q.shape[:2], -1)
     sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
-    indices, (row_starts, kv_lens) = page_table.indices, page_table.clipped(page_size)
-    kv_starts = jnp.zeros_like(kv_lens) if kv_starts is None else jnp.asarray(kv_starts, jnp.int32)
+    soft_cap = jnp.asarray(0.0 if soft_cap is None else soft_cap, jnp.float32)
+    slopes, sinks = (
+        jnp.broadcast_to(jnp.asarray(absent if x is None else x, jnp.float32), num_q_heads)
+        for x, absent in ((alibi_slopes, 0.0), (sinks, -jnp.inf))
+    )
+    indices, (row_starts, kv_lens) = table.indices, table.clipped(page_size)
+    kv_starts = jnp.broadcast_to(jnp.asarray(0 if kv_starts is None else kv_starts, jnp.int32), kv_lens.shape)
     positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
 
     def attend(row):
-        q, row_start, kv_len, kv_start = row
+        q, row_start, kv_len, kv_start, mask = row
         entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
         pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
-        valid = (positions >= kv_start) & (positions < kv_len)
+        visible = (positions >= kv_start) & (positions < kv_len)
+        queries = kv_len - q_len + jnp.arange(q_len, dtype=jnp.int32)
+        visible &= _visible(positions, queries, kv_len, causal, window_left, mask)
         k, v = (x[pages, slots].astype(jnp.float32) for x in (k_pages, v_pages))
-        k, v = k * k_scale[pages, slots, :, None], v * v_scale[pages, slots, :, None]
-        return _attend_row(q, k, v, valid, sm_scale)
+        # What no query sees is replaced before use: NaN in it would reach outputs or gradients.
+        seen = visible.any(axis=0)[:, None, None]
+        k = jnp.where(seen, k * k_scale[pages, slots, :, None], 0.0)
+        v = jnp.where(seen, v * v_scale[pages, slots, :, None], 0.0)
+        q = q.astype(jnp.float32).reshape(q_len, num_kv_heads, -1, head_dim)
+        scores = sm_scale * jnp.einsum("nhgd,thd->nhgt", q, k, precision="highest")
+        scores = _capped(scores.reshape(q_len, num_q_heads, -1), soft_cap)
+        distance = (positions - queries[:, None]).astype(jnp.float32)
+        scores = scores + slopes[:, None] * distance[:, None]
+        return _weighted(jnp.where(visible[:, None], scores, -jnp.inf), v, sinks)
 
     if num_pages == 0 or positions.size == 0:
-        out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
+        out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.broadcast_to(sinks, q.shape[:-1])
     else:
-        rows = (q, row_starts, kv_lens, kv_starts)
-        out = attend(rows) if q.ndim == 2 else jax.lax.map(attend, rows)
-    return out if return_lse else out[0]
+        out = jax.lax.map(attend, (q, row_starts, kv_lens, kv_starts, mask))
+    out, lse = (x.reshape(*lead, *x.shape[2:]) for x in out)
+    return (out, lse) if return_lse else out
 
 
 def _scales(scale: ArrayLike | None, shape: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
@@ -63,23 +94,43 @@ def _scales(scale: ArrayLike | None, shape: tuple[int, ...], order: tuple[int, .
     return scale.transpose(order) if scale.ndim == 3 else jnp.broadcast_to(scale, shape)
 
 
-def _attend_row(
-    q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, sm_scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Attend by q [num_q_heads, head_dim] to k, v [kv_len, num_kv_heads, head_dim] where valid [kv_len]."""
-    # Masked keys and values are replaced before use: NaN in them would reach outputs or gradients.
-    k, v = (jnp.where(valid[:, None, None], x.astype(jnp.float32), 0.0) for x in (k, v))
-    q = q.astype(jnp.float32).reshape(k.shape[1], -1, k.shape[2])
-    scores = sm_scale * jnp.einsum("hgd,thd->hgt", q, k, precision="highest")
-    scores = jnp.where(valid, scores, -jnp.inf)
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+def _visible(
+    positions: jax.Array,
+    queries: jax.Array,
+    kv_len: jax.Array,
+    causal: bool,
+    window_left: ArrayLike | None,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """Which of the keys at `positions` the `queries`, given by their own positions, see: [q_len, keys]."""
+    distance = positions - queries[:, None]
+    visible = (distance <= 0) if causal else jnp.ones_like(distance, bool)
+    if window_left is not None:
+        window_left = jnp.asarray(window_left, jnp.int32)
+        visible &= (window_left < 0) | (-distance <= window_left)
+    if mask is not None and mask.shape[-1]:
+        column = positions - (kv_len - mask.shape[-1])
+        visible = jnp.where(column >= 0, mask[:, jnp.clip(column, 0, mask.shape[-1] - 1)], visible)
+    return visible
+
+
+def _capped(scores: jax.Array, soft_cap: jax.Array) -> jax.Array:
+    """Soft-capped scores; a cap of 0 is off."""
+    cap = jnp.where(soft_cap == 0, 1.0, soft_cap)
+    return jnp.where(soft_cap == 0, scores, cap * jnp.tanh(scores / cap))
+
+
+def _weighted(scores: jax.Array, v: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax of scores [q_len, num_q_heads, keys] and sinks [num_q_heads], as weights of v [keys, .., d]."""
+    peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), sinks))[..., None]
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     weights = jnp.exp(scores - peak)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks[:, None] - peak)
     empty, total = total == 0.0, jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("hgt,thd->hgd", weights / total, v, precision="highest")
+    grouped = (weights / total).reshape(weights.shape[0], v.shape[1], -1, v.shape[0])
+    out = jnp.einsum("nhgt,thd->nhgd", grouped, v, precision="highest")
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+    return out.reshape(*weights.shape[:2], -1), lse[..., 0]
 
 
 def decode_attention(
@@ -88,26 +139,21 @@ def decode_attention(
     v_cache: ArrayLike,
     kv_lens: ArrayLike,
     *,
-    sm_scale: ArrayLike | None = None,
-    kv_starts: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    kv_layout: str = "HND",
-    return_lse: bool = False,
+    **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.decode_attention`; differentiable as its `paged_attention`."""
+    """Float32 `jax_paged_attn.decode_attention`, by `paged_attention`, which other `options` go to."""
     q, k_cache, v_cache = (jnp.asarray(x) for x in (q, k_cache, v_cache))
-    rows = q.shape[:-2]
+    rows = q.shape[:1] if q.ndim > 2 else ()
+    scales = [None if x is None else jnp.asarray(x) for x in (k_scale, v_scale)]
     if not rows:
         k_cache, v_cache = k_cache[None], v_cache[None]
-        scales = (None if x is None else jnp.asarray(x) for x in (k_scale, v_scale))
-        k_scale, v_scale = (x if x is None or x.ndim != 2 else x[None] for x in scales)
+        scales = [x if x is None or x.ndim != 2 else x[None] for x in scales]
     pages = jnp.arange(k_cache.shape[0], dtype=jnp.int32)
     kv_lens = jnp.broadcast_to(jnp.asarray(kv_lens, jnp.int32), rows)
     page_table = PageTable(pages, pages.reshape(rows), jnp.ones(rows, jnp.int32), kv_lens)
-    options: dict[str, Any] = {"sm_scale": sm_scale, "kv_starts": kv_starts, "kv_layout": kv_layout}
-    options |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
-    return paged_attention(q, k_cache, v_cache, page_table, **options)
+    return paged_attention(q, k_cache, v_cache, page_table, k_scale=scales[0], v_scale=scales[1], **options)
 
 
 def merge_state(

@@ -45,6 +45,16 @@ class Case:
         None is the default.
     kv_starts : tuple[int, ...] or None
         None leaves it out.
+    q_len : int or None
+        Query tokens a row; None is one, without an axis of its own.
+    causal : bool
+        As in `paged_attention`.
+    soft_cap, window_left : float or int, or None
+        None leaves them out.
+    alibi, sinks : bool
+        Whether there are slopes, and sinks.
+    mask_len : int or None
+        Keys that a random mask decides about; None leaves it out.
     cache_dtypes : tuple[str, str] or None
         Of quantized caches of keys and of values; None is `dtype`.
     scale : str or None
@@ -71,6 +81,13 @@ class Case:
     share_pages: bool = False
     sm_scale: float | None = None
     kv_starts: tuple[int, ...] | None = None
+    q_len: int | None = None
+    causal: bool = True
+    soft_cap: float | None = None
+    window_left: int | None = None
+    alibi: bool = False
+    sinks: bool = False
+    mask_len: int | None = None
     cache_dtypes: tuple[str, str] | None = None
     scale: str | None = None
     num_splits: int | None = None
@@ -84,6 +101,11 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
     return (0, 1, page_size - 1, page_size, page_size + 1, pages * page_size)
 
 
+# What models use, and all of it at once.
+_GEMMA2 = {"soft_cap": 5.0, "window_left": 40}
+_ALL: dict[str, Any] = {**_GEMMA2, "alibi": True, "sinks": True}
+
+_MANY_QUERIES = _LONG_MASKS = ("mosaic_gpu",)
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
@@ -234,6 +256,131 @@ CASES = (
     ),
     Case("e4m3_many_rows", tuple(range(300)), 4, 1, cache_dtypes=_E4M3, scale="head"),
     Case("e4m3_long", (4092, 4096, 192, 8191), 32, 8, head_dim=128, cache_dtypes=_E4M3, scale="head"),
+    Case("cap", soft_cap=2.0),
+    Case("cap_large_scores", soft_cap=30.0, sm_scale=400.0, interpret=True),
+    Case("window", (0, 5, 64, 131, 300), window_left=20, newest=True),
+    Case("window_0_page_12", (0, 1, 12, 77), window_left=0, page_size=12),
+    Case("window_wide", (5, 300), window_left=2**31 - 1),
+    Case(
+        "window_starts_splits",
+        (300, 0, 130, 7),
+        kv_starts=(250, 0, 1, 6),
+        window_left=77,
+        num_splits=3,
+        interpret=True,
+    ),
+    Case("window_many_rows", tuple(range(0, 320, 8)), 4, 1, window_left=63, interpret=True),
+    Case(
+        "window_page_544_nhd",
+        (64, 545, 700),
+        window_left=100,
+        page_size=544,
+        kv_layout="NHD",
+        interpret=True,
+    ),
+    Case(
+        "window_contiguous",
+        (1, 77, 0, 200),
+        page_size=200,
+        contiguous=True,
+        window_left=30,
+        interpret=True,
+    ),
+    Case("alibi_group_3", (0, 5, 131), 9, 3, alibi=True),
+    Case("sinks", sinks=True),
+    Case("sinks_splits_5", (700, 3, 0), 8, 1, sinks=True, num_splits=5, kv_layout="HPND", interpret=True),
+    Case("sinks_e4m3_token", cache_dtypes=_E4M3, scale="token", sinks=True),
+    Case("all", **_ALL, interpret=True, newest=True),
+    Case(
+        "all_float16_starts_splits",
+        (300, 0, 131),
+        **_ALL,
+        dtype="float16",
+        kv_starts=(280, 0, 50),
+        num_splits=2,
+        interpret=True,
+    ),
+    Case("all_group_71", (5, 200), 71, 1, **_ALL, interpret=True),
+    Case("all_int8_head", cache_dtypes=_INT8, scale="head", head_dim=80, **_ALL, interpret=True),
+    Case(
+        "all_e4m3_token_nhd",
+        cache_dtypes=_E4M3,
+        scale="token",
+        kv_layout="NHD",
+        **_ALL,
+        interpret=True,
+    ),
+    Case("queries_4", q_len=4, interpret=True, newest=True),
+    Case("queries_1_axis", q_len=1),
+    Case("queries_4_short", (2, 0, 4, 5), q_len=4, interpret=True),
+    Case("queries_3_all_group_3", (300, 2, 0), 9, 3, q_len=3, **_ALL, interpret=True),
+    Case("queries_4_not_causal", q_len=4, causal=False, window_left=9, interpret=True),
+    Case("queries_5_tree", (0, 3, 70, 131), q_len=5, mask_len=5, newest=True),
+    Case(
+        "queries_5_tree_all_starts",
+        (130, 3, 300),
+        q_len=5,
+        mask_len=12,
+        **_ALL,
+        kv_starts=(125, 0, 7),
+        interpret=True,
+    ),
+    Case(
+        "queries_tree_not_causal",
+        (0, 70, 131),
+        q_len=3,
+        mask_len=7,
+        causal=False,
+        num_splits=2,
+    ),
+    Case("mask_of_one_query", (0, 3, 70, 131), mask_len=9, window_left=20, interpret=True),
+    Case(
+        "queries_4_e4m3_token",
+        q_len=4,
+        cache_dtypes=_E4M3,
+        scale="token",
+        sinks=True,
+        interpret=True,
+    ),
+    Case(
+        "queries_4_int8_hpnd",
+        q_len=4,
+        cache_dtypes=_INT8,
+        scale="head",
+        kv_layout="HPND",
+        **_ALL,
+    ),
+    Case(
+        "queries_7_contiguous_nhd",
+        (1, 77, 0, 160),
+        page_size=160,
+        kv_layout="NHD",
+        contiguous=True,
+        q_len=7,
+        window_left=30,
+        interpret=True,
+    ),
+    Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96),
+    Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_MANY_QUERIES),
+    Case(
+        "queries_20_tree_two_words",
+        (100, 10),
+        q_len=20,
+        mask_len=40,
+        window_left=50,
+        head_dim=128,
+        interpret=True,
+    ),
+    Case("mask_of_200", (131, 250), q_len=3, mask_len=200, refused_by=_LONG_MASKS),
+    Case(
+        "queries_4_float32_csr",
+        (5, 0, 33, 64),
+        q_len=4,
+        dtype="float32",
+        table="csr",
+        **_ALL,
+        refused_by=_ONLY_16_BIT,
+    ),
     Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
 )
 
@@ -330,9 +477,10 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
     case : Case
         The problem.
     poison : float
-        Fills every slot and page of the cache that no row uses.
+        Fills every slot and page of the cache that no query sees.
     spare_pages : int
-        Pages that no row points to. Unused table entries, of which there are some, hold -1 and 2**31 - 1.
+        Pages that no row points to. Unused table entries, of which there are some, hold -1 and 2**31 - 1, and
+        so do those of pages before the first key that a query sees.
 
     Returns
     -------
@@ -343,8 +491,14 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
     dtype = jnp.dtype(case.dtype)
     dims = {"k": case.head_dim, "v": case.v_head_dim or case.head_dim}
     page_size, heads = case.page_size, case.num_kv_heads
-    q = rng.standard_normal((len(case.kv_lens), case.num_q_heads, case.head_dim)).astype(dtype)
+    rows = len(case.kv_lens)
+    lead = (rows,) if case.q_len is None else (rows, case.q_len)
+    q = rng.standard_normal((*lead, case.num_q_heads, case.head_dim)).astype(dtype)
     tables, num_pages = _assign_pages(case, rng, spare_pages)
+    mask = None
+    if case.mask_len is not None:
+        mask = rng.random((rows, case.q_len or 1, case.mask_len)) < 0.6
+    seen = [_seen(case, row, None if mask is None else mask[row]) for row in range(rows)]
     order = validation.LAYOUT_AXES["NHD"]
     order = tuple(order.index(axis) for axis in validation.LAYOUT_AXES[case.kv_layout])
     caches = {}
@@ -355,15 +509,16 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
         bad = (0 if poison == 0 else 127) if integers else poison
         pages = np.full((num_pages, page_size, heads, head_dim), bad, cache_dtype)
         scales = np.full((num_pages, page_size, heads), poison, np.float32)
-        for table, kv_len in zip(tables, case.kv_lens, strict=True):
+        for table, kv_len, of_row in zip(tables, case.kv_lens, seen, strict=True):
             # A contiguous row's page may be far longer than its tokens.
             tokens = rng.standard_normal((kv_len, heads, head_dim)) * (30 if integers else 1)
             tokens = (np.clip(np.rint(tokens), -128, 127) if integers else tokens).astype(cache_dtype)
             for entry, page in enumerate(table):
-                of_page = tokens[entry * page_size : (entry + 1) * page_size]
-                pages[page, : len(of_page)] = of_page
+                in_page = slice(entry * page_size, (entry + 1) * page_size)
+                of_page, is_seen = tokens[in_page], of_row[in_page]
+                pages[page, : len(of_page)][is_seen] = of_page[is_seen]
                 sizes = rng.lognormal(sigma=0.5, size=(len(of_page), heads))
-                scales[page, : len(of_page)] = sizes / (30 if integers else 1)
+                scales[page, : len(of_page)][is_seen] = sizes[is_seen] / (30 if integers else 1)
         caches[name] = jnp.asarray(np.ascontiguousarray(pages.transpose(order)))
         if case.scale == "token":
             options[f"{name}_scale"] = jnp.asarray(np.ascontiguousarray(scales.transpose(order[:-1])))
@@ -372,12 +527,39 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
             options[f"{name}_scale"] = jnp.asarray(scale, jnp.float32)
     if case.kv_starts is not None:
         options["kv_starts"] = jnp.asarray(case.kv_starts, jnp.int32)
+    options |= {
+        name: value for name in ("soft_cap", "window_left") if (value := getattr(case, name)) is not None
+    }
+    if case.alibi:
+        options["alibi_slopes"] = jnp.asarray(rng.uniform(0, 0.2, case.num_q_heads), jnp.float32)
+    if case.sinks:
+        options["sinks"] = jnp.asarray(rng.normal(1, 2, case.num_q_heads), jnp.float32)
+    if mask is not None:
+        options["mask"] = jnp.asarray(mask if case.q_len else mask[:, 0])
+    if not case.causal:
+        options["causal"] = False
     tuning = {"num_splits": case.num_splits}
     if case.contiguous:
         args = (jnp.asarray(q), caches["k"], caches["v"], jnp.asarray(case.kv_lens, jnp.int32))
         return Inputs("decode_attention", args, options, tuning)
+    for table, of_row in zip(tables, seen, strict=True):
+        hidden = (int(np.argmax(of_row)) if of_row.any() else of_row.size) // page_size
+        table[:hidden] = _unused_entries(hidden)
     args = (jnp.asarray(q), caches["k"], caches["v"], _page_table(case, tables))
     return Inputs("paged_attention", args, options, tuning)
+
+
+def _seen(case: Case, row: int, mask: np.ndarray | None) -> np.ndarray:
+    """Which keys of a row some query sees, bool[kv_len]."""
+    kv_len, q_len = case.kv_lens[row], case.q_len or 1
+    key, query = np.arange(kv_len), kv_len - q_len + np.arange(q_len)[:, None]
+    visible = (key <= query) | (not case.causal)
+    if case.window_left is not None:
+        visible &= key >= query - case.window_left
+    if mask is not None:
+        decided = min(kv_len, mask.shape[1])
+        visible[:, kv_len - decided :] = mask[:, mask.shape[1] - decided :]
+    return visible.any(axis=0) & (key >= (case.kv_starts[row] if case.kv_starts else 0))
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -146,6 +146,11 @@ def as_real_scalar(name: str, value: Any, expected: str = "a real scalar") -> fl
     return scalar.astype(jnp.float32)
 
 
+def on_device(value: Any) -> jax.Array:
+    """Put a scalar on the device by request: JAX moving it by itself would trip a transfer guard."""
+    return value if isinstance(value, jax.Array) else jax.device_put(value)
+
+
 def check_layout(kv_layout: Any, allowed: tuple[str, ...] = tuple(LAYOUT_AXES)) -> None:
     """Check the name of a cache layout."""
     check(

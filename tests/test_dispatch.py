@@ -70,7 +70,7 @@ def test_explain_takes_arrays_options_and_other_functions():
     record = explain(
         decode_attention, q, cache, cache, lens, target="cpu", num_splits=3, return_lse=True, kv_starts=lens
     )
-    assert (record.problem.num_splits, record.problem.has_kv_starts) == (3, True)
+    assert (record.problem.num_splits, record.problem.given) == (3, ("kv_starts",))
 
     @jax.jit
     def layer(q, k, v, table):

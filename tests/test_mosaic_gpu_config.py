@@ -35,7 +35,7 @@ def problem(**sizes):
 
 
 HEADS = ((32, 8), (64, 8), (28, 4), (9, 3), (71, 1), (48, 1), (32, 32), (12, 1), (1, 1))
-OPTIONS = ({}, {"num_splits": 1}, {"num_splits": 16}, {"has_kv_starts": True, "return_lse": True})
+OPTIONS = ({}, {"num_splits": 1}, {"num_splits": 16}, {"given": ("kv_starts",), "return_lse": True})
 
 
 def problems():

@@ -31,6 +31,15 @@ CASES = [
     "int8_head",
     "int8_hpnd",
     "e4m3_contiguous",
+    "cap_large_scores",
+    "window_starts_splits",
+    "alibi_group_3",
+    "sinks",
+    "queries_3_all_group_3",
+    "queries_4_not_causal",
+    "queries_5_tree_all_starts",
+    "queries_7_contiguous_nhd",
+    "mask_of_one_query",
 ]
 
 
@@ -38,18 +47,34 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
-def dense_row(q, keys, values, sm_scale):
-    """Attention of one row, head by head; q [hq, d], keys and values [kv_len, hk, d]."""
-    out = np.zeros((q.shape[0], values.shape[-1]))
-    lse = np.full(q.shape[0], -np.inf)
+def dense_query(q, keys, values, positions, query, case, options):
+    """Attention of one query at position `query`, head by head: q [hq, d], keys and values [keys, hk, d]."""
+    sinks = float64(options.get("sinks", np.full(q.shape[0], -np.inf)))
+    slopes = float64(options.get("alibi_slopes", np.zeros(q.shape[0])))
+    out, lse = np.zeros((q.shape[0], values.shape[-1])), sinks.copy()
     for head in range(q.shape[0]) if len(keys) else ():
         kv_head = head // (q.shape[0] // keys.shape[1])
-        scores = keys[:, kv_head] @ q[head] * sm_scale
-        peak = scores.max()
+        scores = (
+            keys[:, kv_head] @ q[head] * (case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale)
+        )
+        if case.soft_cap is not None:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+        scores += slopes[head] * (positions - query)
+        peak = max(scores.max(), sinks[head])
         weights = np.exp(scores - peak)
-        out[head] = weights @ values[:, kv_head] / weights.sum()
-        lse[head] = peak + np.log(weights.sum())
+        total = weights.sum() + np.exp(sinks[head] - peak)
+        out[head] = weights @ values[:, kv_head] / total
+        lse[head] = peak + np.log(total)
     return out, lse
+
+
+def sees(case, mask, kv_len, query, index, key):
+    """Whether the query of this position and index sees the key at position `key`, apart from `kv_starts`."""
+    if mask is not None and key >= kv_len - mask.shape[-1]:
+        return bool(mask[index, key - kv_len + mask.shape[-1]])
+    if case.causal and key > query:
+        return False
+    return case.window_left is None or key >= query - case.window_left
 
 
 def dequantized(cache, scale, case):
@@ -69,7 +94,6 @@ def dense(inputs, case):
     q, k, v, where = inputs.args
     scales = [inputs.options.get(name) for name in ("k_scale", "v_scale")]
     q, (k, v) = float64(q), (dequantized(x, scale, case) for x, scale in zip((k, v), scales, strict=True))
-    sm_scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     starts = case.kv_starts or (0,) * len(case.kv_lens)
 
     def token(cache, row, position):
@@ -82,15 +106,20 @@ def dense(inputs, case):
             return cache[:, page, slot]
         return cache[page, :, slot] if case.kv_layout == "HND" else cache[page, slot]
 
-    outs, lses = [], []
+    q = q.reshape(len(case.kv_lens), -1, case.num_q_heads, case.head_dim)
+    masks = inputs.options.get("mask")
+    masks = masks if masks is None else np.asarray(masks).reshape(*q.shape[:2], -1)
+    results = []
     for row, (start, kv_len) in enumerate(zip(starts, case.kv_lens, strict=True)):
-        keys = np.array([token(k, row, p) for p in range(start, kv_len)])
-        values = [token(v, row, p) for p in range(start, kv_len)]
-        values = np.array(values).reshape(-1, case.num_kv_heads, case.v_head_dim or case.head_dim)
-        out, lse = dense_row(q[row], keys, values, sm_scale)
-        outs.append(out)
-        lses.append(lse)
-    return np.stack(outs), np.stack(lses)
+        for index, heads in enumerate(q[row]):
+            query = kv_len - q.shape[1] + index
+            mask = None if masks is None else masks[row]
+            seen = [p for p in range(start, kv_len) if sees(case, mask, kv_len, query, index, p)]
+            keys = np.array([token(k, row, p) for p in seen])
+            values = [token(v, row, p) for p in seen]
+            values = np.array(values).reshape(-1, case.num_kv_heads, case.v_head_dim or case.head_dim)
+            results.append(dense_query(heads, keys, values, np.array(seen), query, case, inputs.options))
+    return tuple(np.reshape(x, (*inputs.args[0].shape[:-2], *x[0].shape)) for x in zip(*results, strict=True))
 
 
 def assert_exact(actual, expected):
@@ -164,17 +193,22 @@ def test_merge_states():
 
 
 def test_gradients_are_those_of_finite_differences():
-    case = testing.Case("gradient", (0, 5, 19), 4, 2, 8, page_size=8, dtype="float32", kv_starts=(0, 5, 2))
+    shapes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 8, "dtype": "float32"}
+    case = testing.Case("gradient", (0, 5, 19), **shapes, kv_starts=(0, 5, 2), q_len=2, window_left=9)
     inputs = testing.make_inputs(case)
     table = inputs.args[3]
 
-    def loss(q, k, v, sm_scale):
-        options = inputs.options | {"sm_scale": sm_scale}
+    @jax.jit
+    def loss(q, k, v, *modifiers):
+        options = inputs.options | dict(
+            zip(("sm_scale", "soft_cap", "alibi_slopes", "sinks"), modifiers, strict=True)
+        )
         out, lse = reference.paged_attention(q, k, v, table, return_lse=True, **options)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isinf(lse), 0.0, jnp.cos(lse)))
 
-    arguments = (*inputs.args[:3], jnp.float32(0.3))
-    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*arguments)
+    slopes, sinks = jnp.array([0.1, 0.2, 0, 0.4]), jnp.array([1.0, -1.0, 0.0, 0.5])
+    arguments = (*inputs.args[:3], jnp.float32(0.3), jnp.float32(2.0), slopes, sinks)
+    gradients = jax.grad(loss, argnums=tuple(range(len(arguments))))(*arguments)
     chex.assert_tree_all_finite(gradients)
     rng = np.random.default_rng(1)
     for index, gradient in enumerate(gradients):

@@ -29,7 +29,7 @@ def table_with(**fields) -> dict[str, Any]:
 
 
 SHARED_MISTAKES = [
-    ({"q": jnp.ones((2, 4, 4, 64))}, "q"),
+    ({"q": jnp.ones((2, 1, 1, 4, 64))}, "q"),
     ({"q": jnp.ones(64)}, "q"),
     ({"q": jnp.ones((2, 4, 64), jnp.int32)}, "q"),
     ({"q": jnp.ones((2, 3, 64))}, "q"),

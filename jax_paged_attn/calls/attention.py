@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged_attn import validation
+from jax_paged_attn.calls.modifiers import Modifiers, first_visible
 from jax_paged_attn.dispatch import Operation
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import LAYOUT_AXES, QUANTIZED_DTYPES
@@ -21,6 +22,14 @@ class Problem:
     ----------
     batch, num_q_heads, num_kv_heads, head_dim, v_head_dim : int
         Sizes of the query and of the cache's heads.
+    q_len : int
+        Query tokens a row, the last of which sits at its last key.
+    causal : bool
+        Whether a query sees no key after its own.
+    given : tuple[str, ...]
+        Names of the `Modifiers` that the call has.
+    mask_len : int
+        Keys that ``mask`` decides about; 0 without one.
     page_size, num_pages, num_entries : int
         Tokens a page, pages in the pool, entries in ``page_table.indices``.
     dtype, k_dtype, v_dtype : numpy.dtype
@@ -29,8 +38,8 @@ class Problem:
         What the scales of a quantized cache belong to: "head" or "token"; None is a scale of 1.
     kv_layout : str
         A key of `LAYOUT_AXES`.
-    has_kv_starts, return_lse : bool
-        Whether ``kv_starts`` is given; whether the log-sum-exp is wanted.
+    return_lse : bool
+        Whether the log-sum-exp is wanted.
     num_splits : int or None
         Runs that each row's tiles are cut into; None leaves it to the implementation.
     contiguous : bool
@@ -51,7 +60,10 @@ class Problem:
     k_scale: str | None = None
     v_scale: str | None = None
     kv_layout: str = "HND"
-    has_kv_starts: bool = False
+    q_len: int = 1
+    causal: bool = True
+    given: tuple[str, ...] = ()
+    mask_len: int = 0
     return_lse: bool = False
     num_splits: int | None = None
     contiguous: bool = False
@@ -69,35 +81,37 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether the shapes alone say that no row has a token."""
-        return any(dim == 0 for dim in (self.batch, self.page_size, self.num_pages, self.num_entries))
+        sizes = (self.batch, self.q_len, self.page_size, self.num_pages, self.num_entries)
+        return any(dim == 0 for dim in sizes)
 
     def nonempty(self) -> "Problem":
         """Return the smallest problem of this kind that isn't empty."""
-        sizes = ("batch", "page_size", "num_pages", "num_entries")
+        sizes = ("batch", "q_len", "page_size", "num_pages", "num_entries")
         return dataclasses.replace(self, **{name: max(getattr(self, name), 1) for name in sizes})
 
 
 class Operands(NamedTuple):
-    """What an implementation computes with, of one batched call; `kv_starts` and scales may be None.
+    """What an implementation computes with, of one batched call: q [batch, q_len, num_q_heads, head_dim].
 
-    Scales are float32[num_kv_heads], or one a token, in the cache's shape without head_dim.
+    Scales are float32[num_kv_heads], or one a token, in the cache's shape without head_dim; or None.
     """
 
     q: jax.Array
     k_pages: jax.Array
     v_pages: jax.Array
     page_table: PageTable
-    kv_starts: jax.Array | None
     sm_scale: jax.Array
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    modifiers: Modifiers = Modifiers()
 
 
 def nothing(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Yield (out, lse) of rows without keys."""
-    rows = (problem.batch, problem.num_q_heads)
-    lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
-    return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse
+    rows = (problem.batch, problem.q_len, problem.num_q_heads)
+    sinks = operands.modifiers.sinks
+    lse = jnp.broadcast_to(jnp.float32(-jnp.inf) if sinks is None else sinks, rows)
+    return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse if problem.return_lse else None
 
 
 def fold(
@@ -120,6 +134,7 @@ def fold(
     head_scales_mapped = any(getattr(batched, name) for name in {"k_scale", "v_scale"} - scales.keys())
     if (
         batched.sm_scale
+        or any(batched.modifiers.of_the_call.values())
         or head_scales_mapped
         or (pools_mapped and LAYOUT_AXES[problem.kv_layout][0] != "num_pages")
     ):
@@ -132,7 +147,10 @@ def fold(
         return array.reshape(size * array.shape[1], *array.shape[2:])
 
     table = jax.tree.map(mapped, operands.page_table, batched.page_table)
-    kv_starts = None if operands.kv_starts is None else join(mapped(operands.kv_starts, batched.kv_starts))
+    of_rows = {
+        name: join(mapped(array, getattr(batched.modifiers, name)))
+        for name, array in operands.modifiers.of_rows.items()
+    }
     # Clipped before they move, or a row could reach into another element's entries or pages.
     row_starts, kv_lens = jax.vmap(lambda row: row.clipped(problem.page_size))(table)
     row_pages = jnp.clip(table.row_pages, 0, problem.num_entries - row_starts)
@@ -159,8 +177,8 @@ def fold(
     return folded, Operands(
         q=join(mapped(operands.q, batched.q)),
         page_table=PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
-        kv_starts=kv_starts,
         sm_scale=operands.sm_scale,
+        modifiers=operands.modifiers._replace(**of_rows),
         **moved,
     )
 
@@ -182,26 +200,27 @@ def describe(
     k_pages: jax.Array,
     v_pages: jax.Array,
     page_table: PageTable,
-    kv_starts: jax.Array | None,
+    modifiers: Modifiers,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     *,
+    causal: bool,
     kv_layout: str,
     return_lse: bool,
     num_splits: int | None,
     contiguous: bool,
     cache_names: tuple[str, str] = ("k_pages", "v_pages"),
 ) -> Problem:
-    """Check the shapes, dtypes and flags of a batched call and describe it.
+    """Check the shapes, dtypes and flags of a batched call, with q of four axes, and describe it.
 
-    `cache_names` are the names that the caller knows the caches by.
+    `modifiers` are checked already. `cache_names` are the names that the caller knows the caches by.
     """
     k_name, v_name = cache_names
     validation.check_layout(kv_layout)
+    validation.check_bool("causal", causal)
     validation.check_bool("return_lse", return_lse)
     if num_splits is not None:
         validation.check_positive_int("num_splits", num_splits)
-    validation.check(q.ndim == 3, "q", "shape [batch, num_q_heads, head_dim]", f"shape {q.shape}")
     validation.check_cache_shapes(k_pages, v_pages, kv_layout, cache_names)
     validation.check(
         q.dtype.name in validation.DTYPES, "q", f"a dtype of {validation.DTYPES}", f"dtype {q.dtype}"
@@ -213,7 +232,7 @@ def describe(
             f"the dtype of q, {q.dtype}, or one of {QUANTIZED_DTYPES}",
             f"dtype {cache.dtype}",
         )
-    batch, num_q_heads, head_dim = q.shape
+    batch, q_len, num_q_heads, head_dim = q.shape
     sizes = dict(zip(LAYOUT_AXES[kv_layout], k_pages.shape, strict=True))
     num_kv_heads = sizes["num_kv_heads"]
     validation.check(
@@ -241,8 +260,6 @@ def describe(
         f"{batch} rows, the batch of q",
         f"kv_lens of shape {page_table.kv_lens.shape}",
     )
-    if kv_starts is not None:
-        validation.check_shape("kv_starts", kv_starts, (batch,))
     return Problem(
         batch=batch,
         num_q_heads=num_q_heads,
@@ -258,18 +275,22 @@ def describe(
         k_scale=_scale_kind("k_scale", k_scale, k_name, k_pages, num_kv_heads),
         v_scale=_scale_kind("v_scale", v_scale, v_name, v_pages, num_kv_heads),
         kv_layout=kv_layout,
-        has_kv_starts=kv_starts is not None,
+        q_len=q_len,
+        causal=causal,
+        given=modifiers.given,
+        mask_len=0 if modifiers.mask is None else modifiers.mask.shape[-1],
         return_lse=return_lse,
         num_splits=None if num_splits is None else int(num_splits),
         contiguous=contiguous,
     )
 
 
-def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | None, lens_name: str) -> None:
-    """Check a batched page table's lengths, entries and used page ids, and ``kv_starts``.
+def check_values(problem: Problem, page_table: PageTable, modifiers: Modifiers, lens_name: str) -> None:
+    """Check a batched page table's lengths, entries and used page ids, and the modifiers' values.
 
     `lens_name` is the name that the caller knows the lengths by.
     """
+    modifiers.check_values(page_table.kv_lens, lens_name)
     num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
     arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
     xp, (indices, row_starts, row_pages, kv_lens) = validation.value_module(*arrays)
@@ -283,17 +304,19 @@ def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | 
     fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
     most = f"{page_size}" if problem.contiguous else f"row_pages * {page_size}"
     validation.check_values(fits, lens_name, f"values in [0, {most}]", kv_lens)
-    # An entry is used if more rows begin at or before it than end there.
+    # An entry is used if more rows begin at or before it than end there. Pages before the first key that any
+    # query sees may be gone.
     begins = xp.clip(row_starts, 0, num_entries)
     ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
+    of_window = modifiers.kv_starts, modifiers.window_left
+    first = first_visible(problem.q_len, problem.mask_len, page_table.kv_lens, *of_window)
+    if first is not None:
+        xp, (indices, begins, ends, first) = validation.value_module(indices, begins, ends, first)
+        begins = xp.minimum(begins + xp.clip(first, 0, None) // max(page_size, 1), ends)
     counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
     in_range = (indices >= 0) & (indices < num_pages)
     expected = f"used page ids in [0, {num_pages - 1}]"
     validation.check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
-    if kv_starts is not None:
-        _, (starts, lens) = validation.value_module(kv_starts, page_table.kv_lens)
-        inside = (starts >= 0) & (starts <= lens)
-        validation.check_values(inside, "kv_starts", f"values in [0, {lens_name}]", starts)
 
 
 def _histogram(xp: Any, values: Any, size: int) -> Any:

@@ -12,8 +12,8 @@ Operations are described in `jax_paged_attn.calls`. Each module exposes the same
 ``run(problem, config, operands) -> results``
     Of a checked, batched call. One that some platform interprets also takes ``interpret=True``.
 
-``attention`` yields (out, lse): out [batch, num_q_heads, v_head_dim] in q's dtype, and lse
-float32[batch, num_q_heads] or None without ``problem.return_lse``. ``append`` yields
+``attention`` yields (out, lse): out [batch, q_len, num_q_heads, v_head_dim] in q's dtype, and lse
+float32[batch, q_len, num_q_heads] or None without ``problem.return_lse``. ``append`` yields
 `jax_paged_attn.calls.append.Results`.
 """
 

@@ -38,9 +38,11 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         types["acc_smem"] = plgpu.SMEM((plan.v_columns, heads), f32)
     for name in plan.token_scaled:
         types[f"{name}_smem"] = plgpu.SMEM(ring, f32)
+    for name in plan.head_values:
+        types[f"{name}_smem"] = plgpu.SMEM((heads,), f32)
     if plan.vector_rows:
         names = ("rows_smem", "sums_smem", "rows_ready")
-        fields = (1 if p.contiguous else 3) + p.has_kv_starts
+        fields = (1 if p.contiguous else 3) + ("kv_starts" in p.given)
         types |= zip(names, VectorRows.scratch(p.batch, fields), strict=True)
     return types
 

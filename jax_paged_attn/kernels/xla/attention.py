@@ -1,4 +1,4 @@
-"""Decode attention by an online softmax over tiles of keys, all rows in step."""
+"""Attention by an online softmax over tiles of keys, all rows in step."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_paged_attn import merge, validation
 from jax_paged_attn.calls.attention import Operands, Problem
+from jax_paged_attn.calls.modifiers import Modifiers, first_visible
 from jax_paged_attn.dispatch import Target, varying_axes
 from jax_paged_attn.kernels import Usage
 
@@ -44,16 +45,17 @@ def usage(problem: Problem, config: Config) -> Usage:
     """Estimate the bytes of a step's tiles and running state."""
     runs = problem.batch * _num_splits(problem, config)
     tile = problem.num_kv_heads * config.block_kv * (problem.head_dim + problem.v_head_dim)
-    state = problem.num_q_heads * (problem.v_head_dim + 2 + config.block_kv)
+    state = problem.q_len * problem.num_q_heads * (problem.v_head_dim + 2 + config.block_kv)
     return Usage(smem_bytes=0, workspace_bytes=runs * (tile * problem.dtype.itemsize + 4 * state))
 
 
 def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Attend; see `jax_paged_attn.kernels` for the contract."""
-    q, k_pages, v_pages, page_table, kv_starts, sm_scale, k_scale, v_scale = operands
+    q, k_pages, v_pages, page_table, sm_scale, k_scale, v_scale, modifiers = operands
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
     num_splits, block_kv = _num_splits(problem, config), config.block_kv
-    # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
+    # Einsum letters: b row, s split, h kv head, n query token, g query head of the group, t key, d and e
+    # head_dim.
     tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
     precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
 
@@ -62,18 +64,26 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     run = -(-tiles // num_splits)  # tiles of each split of a row
     first_tile = run[:, None] * jnp.arange(num_splits, dtype=jnp.int32)[None]  # [batch, num_splits]
     end_tile = jnp.minimum(first_tile + run[:, None], tiles[:, None])
-    q = q.reshape(batch, num_kv_heads, group_size, problem.head_dim)
+    of_window = modifiers.kv_starts, modifiers.window_left
+    first_key = first_visible(problem.q_len, problem.mask_len, kv_lens, *of_window)
+    if first_key is not None:  # tiles before it are not read; the cuts stay where they are
+        first_tile = jnp.maximum(first_tile, jnp.maximum(first_key, 0)[:, None] // block_kv)
+    q = q.reshape(batch, problem.q_len, num_kv_heads, group_size, problem.head_dim)
+    of_heads = {
+        name: getattr(modifiers, name).reshape(num_kv_heads, 1, group_size)
+        for name in {"alibi_slopes", "sinks"} & {*problem.given}
+    }
 
     def multiply(equation, a, b):
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def tile_scale(scale, kind, index):
-        """Scales of a tile, to multiply [batch, split, kv head, group, key] by."""
+        """Scales of a tile, to multiply [batch, split, kv head, token, group, key] by."""
         if kind == "head":
-            return scale[None, None, :, None, None]
+            return scale[None, None, :, None, None, None]
         tile = scale.at[index].get(mode="promise_in_bounds")
         to_heads = {"bsth": (0, 1, 3, 2), "hbst": (1, 2, 0, 3)}[tile_axes]
-        return tile.transpose(to_heads)[:, :, :, None, :]
+        return tile.transpose(to_heads)[:, :, :, None, None, :]
 
     def add_tile(step, state):
         peak, total, acc = state
@@ -81,36 +91,45 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         positions = tile * block_kv + jnp.arange(block_kv, dtype=jnp.int32)[None, None]
         # Tiles are compared as well, because positions past the longest row's end could wrap around.
         valid = (tile < end_tile[..., None]) & (positions < kv_lens[:, None, None])
-        if kv_starts is not None:
-            valid &= positions >= kv_starts[:, None, None]
+        if modifiers.kv_starts is not None:
+            valid &= positions >= modifiers.kv_starts[:, None, None]
+        distance = _distance(problem, positions, kv_lens)
+        visible = valid[:, :, None] & _visible(problem, modifiers, positions, distance, kv_lens)
         index = _tile_index(problem, page_table.indices, row_starts, positions)
         # Every value of a quantized cache is one of the query's dtype too.
         k, v = (pages.at[index].get(mode="promise_in_bounds").astype(q.dtype) for pages in (k_pages, v_pages))
-        scores = sm_scale * multiply(f"bhgd,{tile_axes}d->bshgt", q, k)
+        scores = sm_scale * multiply(f"bnhgd,{tile_axes}d->bshngt", q, k)
         if k_scale is not None:
             scores = scores * tile_scale(k_scale, problem.k_scale, index)
-        scores = jnp.where(valid[:, :, None, None, :], scores, -jnp.inf)
+        if modifiers.soft_cap is not None:
+            scores = _capped(scores, modifiers.soft_cap)
+        if "alibi_slopes" in of_heads:
+            slopes = of_heads["alibi_slopes"][None, None, ..., None]
+            scores = scores + slopes * distance.astype(jnp.float32)[:, :, None, :, None]
+        scores = jnp.where(visible[:, :, None, :, None, :], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        # Until a run meets a valid key its peak is -inf, and subtracting that would make NaN.
+        # Until a run meets a visible key its peak is -inf, and subtracting that would make NaN.
         shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(peak - shift)
         # Masked by selection: a weight of zero doesn't silence NaN in an unused slot.
-        mask = valid[None] if tile_axes == "hbst" else valid[..., None]
+        seen = jnp.any(visible, axis=2)
+        mask = seen[None] if tile_axes == "hbst" else seen[..., None]
         v = jnp.where(mask[..., None], v, jnp.zeros((), v.dtype))
         if problem.v_scale == "token":
             # Relative to the largest, so that small products don't fall below what 16 bits hold.
-            scale = jnp.where(valid[:, :, None, None, :], tile_scale(v_scale, "token", index), 0.0)
+            scale = tile_scale(v_scale, "token", index)
+            scale = jnp.where(seen[:, :, None, None, None, :], scale, 0.0)
             weighted = weights * scale
             largest = jnp.max(jnp.abs(weighted), axis=-1, keepdims=True)
             largest = jnp.where(largest == 0.0, 1.0, largest)
             weighted = (weighted / largest).astype(v.dtype)
-            partial = multiply(f"bshgt,{tile_axes}e->bshge", weighted, v) * largest
+            partial = multiply(f"bshngt,{tile_axes}e->bshnge", weighted, v) * largest
         else:
-            partial = multiply(f"bshgt,{tile_axes}e->bshge", weights.astype(v.dtype), v)
+            partial = multiply(f"bshngt,{tile_axes}e->bshnge", weights.astype(v.dtype), v)
         return new_peak, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + partial
 
-    runs = (batch, num_splits, num_kv_heads, group_size)
+    runs = (batch, num_splits, num_kv_heads, problem.q_len, group_size)
     state = (
         jnp.full(runs, -jnp.inf, jnp.float32),
         jnp.zeros(runs, jnp.float32),
@@ -118,17 +137,52 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     )
     axes = varying_axes(operands)  # a loop's state must vary as its operands do, from the start
     state = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), state)
-    peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
+    steps = jnp.max(end_tile - first_tile, initial=0)
+    peak, total, acc = jax.lax.fori_loop(0, steps, add_tile, state)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     if v_scale is not None and problem.v_scale == "head":
         # Selected: a row without keys gives 0 whatever the scale is.
-        scaled = out * v_scale[None, None, :, None, None]
+        scaled = out * v_scale[None, None, :, None, None, None]
         out = jnp.where((total == 0.0)[..., None], 0.0, scaled)
     lse = peak + jnp.log(total)
-    if num_splits > 1:
-        out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
-    out = out.reshape(batch, problem.num_q_heads, problem.v_head_dim).astype(problem.dtype)
-    return out, lse.reshape(batch, problem.num_q_heads) if problem.return_lse else None
+    out, lse = jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0)
+    out, lse = merge.merge_states(out, lse) if num_splits > 1 else (out[0], lse[0])
+    if "sinks" in of_heads:  # a sink is a state of its own, whose output is 0
+        sinks = jnp.broadcast_to(of_heads["sinks"], lse.shape)
+        out, lse = merge.merge_state(out, lse, jnp.zeros_like(out), sinks)
+    rows = (batch, problem.q_len, problem.num_q_heads)
+    out, lse = jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1)
+    out = out.reshape(*rows, problem.v_head_dim).astype(problem.dtype)
+    return out, lse.reshape(rows) if problem.return_lse else None
+
+
+def _distance(problem: Problem, positions: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """How far after each query keys at positions [batch, num_splits, block_kv] lie: [.., q_len, block_kv]."""
+    queries = kv_lens[:, None] + (jnp.arange(problem.q_len, dtype=jnp.int32) - problem.q_len)[None]
+    return positions[:, :, None] - queries[:, None, :, None]
+
+
+def _visible(
+    problem: Problem, modifiers: Modifiers, positions: jax.Array, distance: jax.Array, kv_lens: jax.Array
+) -> jax.Array:
+    """Which of a row's keys each query sees, but for the row's ends; broadcasts to `distance`."""
+    # The only query of a row sits at its last key.
+    last_query = problem.q_len == 1 or not problem.causal
+    visible = jnp.ones((1, 1, 1, 1), bool) if last_query else distance <= 0
+    if modifiers.window_left is not None:
+        visible = visible & ((modifiers.window_left < 0) | (-distance <= modifiers.window_left))
+    if modifiers.mask is not None:
+        column = (positions - kv_lens[:, None, None] + problem.mask_len)[:, :, None]
+        at = jnp.clip(column, 0, problem.mask_len - 1)
+        decided = jnp.take_along_axis(modifiers.mask[:, None], at, axis=-1, mode="promise_in_bounds")
+        visible = jnp.where(column >= 0, decided, visible)
+    return visible
+
+
+def _capped(scores: jax.Array, soft_cap: jax.Array) -> jax.Array:
+    """Soft-capped scores; a cap of 0 is off."""
+    cap = jnp.where(soft_cap == 0, 1.0, soft_cap)
+    return jnp.where(soft_cap == 0, scores, cap * jnp.tanh(scores / cap))
 
 
 def _num_splits(problem: Problem, config: Config) -> int:
