@@ -8,8 +8,9 @@ import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-# Collected only when named (`make gpu-compile`): these tests need the CUDA plugin and its compilers.
-collect_ignore = ["gpu_compile"]
+# Collected only when named: the first need the CUDA plugin and its compilers (`make gpu-compile`), the others
+# 8 devices (`test_sharding.py` runs them).
+collect_ignore = ["gpu_compile", "multi_device"]
 if importlib.util.find_spec("matplotlib") is None:
     collect_ignore.append("test_plots.py")  # matplotlib is in the extra `dev`, but not in `test`
 

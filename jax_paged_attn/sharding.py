@@ -1,0 +1,755 @@
+"""Attention and cache writes over a mesh of devices, by `jax.shard_map`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.experimental import checkify
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_paged_attn import append, decode, merge, paged, validation
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.validation import LAYOUT_AXES, Ints
+
+# One mesh axis, several that count as one (the first the slowest), or none.
+type Axes = str | tuple[str, ...] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedPageTable:
+    """One page table for each shard of rows, with page ids of the shard's own pool.
+
+    A type of its own, because its ids are local: shard i's page 0 is page ``i * num_pages / num_shards`` of
+    the array that all the pools make. Functions that want one kind of table refuse the other.
+
+    Attributes
+    ----------
+    tables : PageTable
+        Its arrays have a leading axis [num_shards].
+    """
+
+    tables: PageTable
+
+    @classmethod
+    def from_block_tables(cls, block_tables: Ints, seq_lens: Ints) -> "ShardedPageTable":
+        """Build it from the padded block tables of all shards.
+
+        Parameters
+        ----------
+        block_tables : int[num_shards, rows, max_pages_per_seq]
+            Page ids in each shard's own pool, which begin at 0.
+        seq_lens : int[num_shards, rows]
+            Valid tokens of each row.
+
+        Raises
+        ------
+        ValueError
+            If an argument isn't an integer array, or the shapes don't fit each other.
+
+        Examples
+        --------
+        >>> table = ShardedPageTable.from_block_tables([[[1, 0]], [[0, -1]]], [[20], [3]])
+        >>> table.num_shards, table.slot_mapping([[0], [0]], [[19], [2]], page_size=16).tolist()
+        (2, [[3], [2]])
+        """
+        block_tables = validation.as_int32("block_tables", block_tables)
+        seq_lens = validation.as_int32("seq_lens", seq_lens)
+        validation.check(
+            block_tables.ndim == 3,
+            "block_tables",
+            "shape [num_shards, rows, max_pages_per_seq]",
+            f"shape {block_tables.shape}",
+        )
+        validation.check_shape("seq_lens", seq_lens, block_tables.shape[:2])
+        return cls(jax.vmap(PageTable.from_block_tables)(block_tables, seq_lens))
+
+    @classmethod
+    def stack(cls, tables: Sequence[PageTable]) -> "ShardedPageTable":
+        """Build it from one table a shard, such as `PagePool.page_table` makes, all of the same shapes.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or the shapes differ.
+
+        Examples
+        --------
+        >>> table = PageTable.from_block_tables([[1, 0]], [20])
+        >>> ShardedPageTable.stack([table, table]).num_shards
+        2
+        """
+        tables = [validation.as_page_table(table) for table in tables]
+        validation.check(bool(tables), "tables", "at least one PageTable", "none")
+        shapes = [jax.tree.map(jnp.shape, jax.tree.leaves(table)) for table in tables]
+        validation.check(
+            all(shape == shapes[0] for shape in shapes),
+            "tables",
+            "tables of one shape (pad block tables to one width)",
+            f"shapes {shapes}",
+        )
+        return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tables))
+
+    @property
+    def num_shards(self) -> int:
+        """How many tables there are."""
+        return self.tables.kv_lens.shape[0]
+
+    def slot_mapping(self, batch_indices: Ints, positions: Ints, *, page_size: int) -> jax.Array:
+        """Look up the slots of tokens, as `jax_paged_attn.slot_mapping` does in each shard.
+
+        Parameters
+        ----------
+        batch_indices : int[num_shards, num_tokens]
+            Row of each token, within its shard.
+        positions : int[num_shards, num_tokens]
+            Of each token in its row.
+        page_size : int
+            Tokens a page.
+
+        Returns
+        -------
+        int32[num_shards, num_tokens]
+            Slots of each shard's own pool.
+        """
+        batch_indices = validation.as_int32("batch_indices", batch_indices)
+        positions = validation.as_int32("positions", positions)
+        expected = f"shape [{self.num_shards} shards, num_tokens]"
+        ok = batch_indices.ndim == 2 and batch_indices.shape[0] == self.num_shards
+        validation.check(ok, "batch_indices", expected, f"shape {batch_indices.shape}")
+        validation.check_shape("positions", positions, batch_indices.shape)
+
+        def look_up(table, rows, positions):
+            return append.slot_mapping(table, rows, positions, page_size=page_size)
+
+        return jax.vmap(look_up)(self.tables, batch_indices, positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSharding:
+    """How a KV cache lies over the devices of a mesh, and the calls on such a cache.
+
+    Every method takes the arguments of the function of its name and gives the same result. Arrays are those
+    of the whole mesh, and no device ever sees another's part of the cache. The three ways may be combined;
+    over mesh axes that are not named, everything is repeated.
+
+    **Heads** (tensor parallel): each device has some kv heads and the query heads that attend to them. With
+    more devices than kv heads, several devices keep the same head: the pools have as many heads as there are
+    devices (`stored_kv_heads`), each head repeated in place; writes repeat the new tokens.
+
+    **Rows** (data parallel): each device has some rows and a pool of its own, which only they use. The pools
+    are one array, cut along ``num_pages``; page ids and slots are local to each pool. So that they can't be
+    taken for ids of the whole array, tables are a `ShardedPageTable`, and slots [num_shards, num_tokens].
+
+    **Context** (context parallel): each device has a part of every page, or of a contiguous cache's
+    positions: the pools are cut along ``page_size``, which is that of the whole page. Rows are spread
+    evenly however long they are, page tables and slots are as on one device. Each device attends to what it
+    has; one exchange of outputs and lse (`merge_across`), which are rounded to q's dtype before it, makes the
+    whole.
+
+    Parameters
+    ----------
+    mesh : jax.sharding.Mesh
+        Of any number of processes. With explicit axes, the pools have to come in as `pages_spec` says; with
+        automatic ones, XLA moves what lies elsewhere, on every call: put the pools in place once.
+    heads, rows, context : str or tuple[str, ...], optional
+        Mesh axes over which each of these is cut.
+
+    Raises
+    ------
+    ValueError
+        If an axis isn't the mesh's, or is used twice.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from jax_paged_attn import PageTable
+    >>> from jax_paged_attn.sharding import CacheSharding
+    >>> mesh = jax.make_mesh((1,), ("tp",))
+    >>> sharded = CacheSharding(mesh, heads="tp")
+    >>> sharded.pages_spec("HND")
+    P(None, 'tp', None, None)
+    >>> k_pages = v_pages = jax.device_put(jnp.ones((3, 2, 16, 64)), sharded.pages_sharding("HND"))
+    >>> page_table = PageTable.from_block_tables([[2, 0], [1, -1]], [20, 3])
+    >>> jax.jit(sharded.paged_attention)(jnp.ones((2, 8, 64)), k_pages, v_pages, page_table).shape
+    (2, 8, 64)
+    """
+
+    mesh: Mesh | AbstractMesh
+    heads: Axes = None
+    rows: Axes = None
+    context: Axes = None
+
+    def __post_init__(self):
+        used = []
+        for name in ("heads", "rows", "context"):
+            axes = getattr(self, name)
+            ok = axes is None or all(axis in self.mesh.axis_names for axis in _as_tuple(axes))
+            validation.check(ok, name, f"axes of the mesh, {self.mesh.axis_names}", repr(axes))
+            used += _as_tuple(axes)
+        once = len(set(used)) == len(used)
+        validation.check(once, "heads, rows, context", "each mesh axis once", f"{used}")
+
+    def pages_spec(self, kv_layout: str = "HND") -> PartitionSpec:
+        """How the pools lie over the mesh; the scales of tokens do as well, but for the last axis."""
+        validation.check_layout(kv_layout)
+        cuts = {"num_pages": self.rows, "num_kv_heads": self.heads, "page_size": self.context}
+        return PartitionSpec(*(cuts.get(axis) for axis in LAYOUT_AXES[kv_layout]))
+
+    def pages_sharding(self, kv_layout: str = "HND") -> NamedSharding:
+        """`pages_spec` on the mesh, for `jax.device_put` or ``jax.jit``'s ``out_shardings``.
+
+        A contiguous cache lies like a pool: its rows are the pages, its positions a page's tokens.
+        """
+        return NamedSharding(self.mesh, self.pages_spec(kv_layout))
+
+    def stored_kv_heads(self, num_kv_heads: int) -> int:
+        """How many heads the pools have: `num_kv_heads`, or one a device where those are more.
+
+        Raises
+        ------
+        ValueError
+            If neither number is a multiple of the other.
+        """
+        validation.check_positive_int("num_kv_heads", num_kv_heads)
+        devices = self._devices(self.heads)
+        fits = num_kv_heads % devices == 0 or devices % num_kv_heads == 0
+        expected = f"a multiple or a divisor of the {devices} devices along {self.heads!r}"
+        validation.check(fits, "num_kv_heads", expected, repr(num_kv_heads))
+        return max(int(num_kv_heads), devices)
+
+    def paged_attention(
+        self,
+        q: ArrayLike,
+        k_pages: ArrayLike,
+        v_pages: ArrayLike,
+        page_table: PageTable | ShardedPageTable,
+        **options: Any,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Attend over a sharded pool, as `jax_paged_attn.paged_attention`.
+
+        Parameters
+        ----------
+        q : float[batch, num_q_heads, head_dim]
+            Cut over rows and heads.
+        k_pages, v_pages : float or int8
+            As `pages_spec` says.
+        page_table : PageTable or ShardedPageTable
+            With `rows`, a `ShardedPageTable` of as many shards, cut along its first axis; else a `PageTable`,
+            repeated on all devices.
+        **options
+            Of `jax_paged_attn.paged_attention`. Scales of heads, ``alibi_slopes`` and ``sinks`` are cut over
+            heads, scales of tokens as the pools, ``kv_starts`` and ``mask`` over rows; others are repeated.
+            With `context`, ``alibi_slopes``, ``mask`` and several query tokens a row are refused.
+            ``validate_values`` checks each device's part: a local page id has to lie in its own pool.
+
+        Returns
+        -------
+        out, or (out, lse)
+            Cut over rows and heads; with `context`, heads are cut over its axes too where they divide.
+
+        Raises
+        ------
+        ValueError
+            If an argument is wrong, doesn't divide over the mesh, or the table is of the other kind.
+        NotImplementedError
+            As the function; or an option that `context` doesn't know.
+        """
+        if self.rows is None:
+            wrong = isinstance(page_table, ShardedPageTable)
+            validation.check(not wrong, "page_table", "a PageTable, as rows=None", "a ShardedPageTable")
+            page_table = validation.as_page_table(page_table)
+        else:
+            shards = self._devices(self.rows)
+            expected = f"a ShardedPageTable of {shards} shards, whose ids are local, as rows={self.rows!r}"
+            if not isinstance(page_table, ShardedPageTable):
+                raise ValueError(f"page_table: expected {expected}, got a {type(page_table).__name__}")
+            found = page_table.num_shards
+            validation.check(found == shards, "page_table", expected, f"one of {found}")
+        arguments = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+        return _start(_attend, self, paged.paged_attention, arguments, options)
+
+    def decode_attention(
+        self, q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, kv_lens: Ints, **options: Any
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Attend over a sharded contiguous cache, as `jax_paged_attn.decode_attention`.
+
+        Parameters
+        ----------
+        q : float[batch, num_q_heads, head_dim]
+            Cut over rows and heads.
+        k_cache, v_cache : float or int8
+            As `pages_spec` says of pools: batch over rows, max_kv_len over context.
+        kv_lens : int[batch] or an int scalar
+            Cut over rows.
+        **options
+            As in `paged_attention`.
+
+        Returns
+        -------
+        out, or (out, lse)
+            As in `paged_attention`.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As `paged_attention`.
+        """
+        validation.check_layout(options.get("kv_layout", "HND"), ("HND", "NHD"))
+        kv_lens = validation.as_int32("kv_lens", kv_lens)  # an int would count as a static option
+        arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_lens": kv_lens}
+        return _start(_attend, self, decode.decode_attention, arguments, options)
+
+    def append_paged_kv(
+        self,
+        k_pages: ArrayLike,
+        v_pages: ArrayLike,
+        k_new: ArrayLike,
+        v_new: ArrayLike,
+        slot_mapping: Ints,
+        **options: Any,
+    ) -> tuple[jax.Array, ...]:
+        """Write new keys and values into a sharded pool, as `jax_paged_attn.append_paged_kv`.
+
+        Parameters
+        ----------
+        k_pages, v_pages : float or int8
+            As `pages_spec` says; updated in place where the caller's ``jax.jit`` donates them.
+        k_new, v_new : float[num_tokens, num_kv_heads, head_dim]
+            Cut over rows and heads; repeated where the pools repeat heads.
+        slot_mapping : int[num_tokens], or with `rows` int[num_shards, num_tokens / num_shards]
+            With `rows`, slots of each shard's own pool, from `ShardedPageTable.slot_mapping`, and cut along
+            the first axis; else slots of the whole pool, repeated on all devices.
+        **options
+            Of `jax_paged_attn.append_paged_kv`. Scales of heads are cut over heads, those of tokens over rows
+            and heads, pools of scales as the pools.
+
+        Returns
+        -------
+        k_pages, v_pages
+            Followed by the pools of scales that were given; cut as they came.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As the function; ValueError also if something doesn't divide over the mesh.
+        """
+        arguments = {"k_pages": k_pages, "v_pages": v_pages, "k_new": k_new, "v_new": v_new}
+        arguments |= {"slot_mapping": slot_mapping}
+        return _start(_append, self, append.append_paged_kv, arguments, options)
+
+    def rope_append_paged_kv(
+        self,
+        q: ArrayLike,
+        k_new: ArrayLike,
+        v_new: ArrayLike,
+        positions: Ints,
+        k_pages: ArrayLike,
+        v_pages: ArrayLike,
+        slot_mapping: Ints,
+        **options: Any,
+    ) -> tuple[jax.Array, ...]:
+        """Rotate q and k and write k and v, as `jax_paged_attn.rope_append_paged_kv`.
+
+        Parameters
+        ----------
+        q : float[num_tokens, num_q_heads, head_dim]
+            Cut over rows and heads.
+        positions : int[num_tokens]
+            Cut over rows.
+        k_new, v_new, k_pages, v_pages, slot_mapping
+            As in `append_paged_kv`.
+        **options
+            Of `jax_paged_attn.rope_append_paged_kv`.
+
+        Returns
+        -------
+        q, k_pages, v_pages
+            Followed by the pools of scales that were given; cut as they came.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As `append_paged_kv`.
+        """
+        arguments = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "k_new": k_new, "v_new": v_new}
+        arguments |= {"positions": positions, "slot_mapping": slot_mapping}
+        return _start(_append, self, append.rope_append_paged_kv, arguments, options)
+
+    def _devices(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in _as_tuple(axes))
+
+    def _check_divides(self, name: str, size: int, axes: Axes) -> None:
+        devices = self._devices(axes)
+        expected = f"a multiple of the {devices} devices along {axes!r}"
+        validation.check(size % devices == 0, name, expected, f"an axis of {size}")
+
+    def _specs(self, arrays: dict[str, Any], static: dict[str, Any]) -> dict[str, PartitionSpec]:
+        """How each argument of any of the calls lies over the mesh."""
+        cache = self.pages_spec(static.get("kv_layout", "HND"))
+        shape_of_k = next(arrays[name].shape for name in ("k_pages", "k_cache") if name in arrays)
+        cache = cache[4 - len(shape_of_k) :]  # an unbatched contiguous cache has no axis of rows
+
+        def spec(name, x):
+            if name in ("k_pages", "v_pages", "k_cache", "v_cache"):
+                return cache
+            if name in ("k_scale_pages", "v_scale_pages"):
+                return cache[:-1]
+            if name in ("k_scale", "v_scale") and x.ndim > 1:
+                # Of the tokens in a cache, or of new ones.
+                return cache[:-1] if x.shape == shape_of_k[:-1] else (self.rows, self.heads)
+            if name in ("k_scale", "v_scale", "alibi_slopes", "sinks"):
+                return (self.heads,) if x.ndim else ()
+            if name == "q":
+                return (*(self.rows, None)[: x.ndim - 2], self.heads, None)
+            if name in ("k_new", "v_new"):
+                return (self.rows, self.heads)
+            if name == "page_table":
+                return () if self.rows is None else (self.rows,)
+            if name in ("positions", "slot_mapping", "kv_lens", "kv_starts", "mask"):
+                return (self.rows,) if x.ndim else ()
+            return ()
+
+        return {name: PartitionSpec(*spec(name, x)) for name, x in arrays.items()}
+
+    def _map(
+        self,
+        local: Callable[[dict[str, Any]], Any],
+        arrays: dict[str, Any],
+        specs: dict[str, PartitionSpec],
+        out_specs: Any,
+        *,
+        check_vma: bool,
+    ) -> Any:
+        placed = {name: self._place(name, x, specs[name]) for name, x in arrays.items()}
+        options: dict[str, Any] = {"mesh": self.mesh, "check_vma": check_vma}
+        return jax.shard_map(local, in_specs=(specs,), out_specs=out_specs, **options)(placed)
+
+    def _place(self, name: str, array: Any, spec: PartitionSpec) -> Any:
+        """Check that an array can be cut, and where mesh axes are explicit, cut it."""
+        if isinstance(array, jax.Array):
+            for size, axes in zip(array.shape, spec, strict=False):
+                self._check_divides(name, size, axes)
+        if any(kind != AxisType.Explicit for kind in self.mesh.axis_types):
+            return array
+        if name not in _CACHES:
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(self.mesh, spec)), array)
+        lies = tuple(axes for axes in jax.typeof(array).sharding.spec)
+        wanted = (*spec, *[None] * (array.ndim - len(spec)))
+        validation.check(lies == wanted, name, f"an array sharded as {spec}", f"one sharded as {lies}")
+        return array
+
+
+def merge_across(
+    out: ArrayLike, lse: ArrayLike, axis_name: str | tuple[str, ...], *, scatter_axis: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Merge the attention states that the devices along a mesh axis have, inside `jax.shard_map`.
+
+    What `merge_states` does with states in one place: for keys that are spread over devices.
+
+    Parameters
+    ----------
+    out : float[..., head_dim]
+        This device's normalized output.
+    lse : float32[...]
+        Its natural log-sum-exp; -inf or +inf marks an empty state.
+    axis_name : str or tuple[str, ...]
+        The mesh axis, or axes.
+    scatter_axis : int, optional
+        An axis of `lse` (that of heads, say), a multiple of the devices: each gets its part of the merged
+        state, by one exchange of the states (all-to-all). None gives all of it to every device, by two sums
+        over them (all-reduce), of which the first takes the lse alone.
+
+    Returns
+    -------
+    out : float[..., head_dim]
+        In the dtype that came; computed in float32. 0 where all states are empty.
+    lse : float32[...]
+        -inf where all states are empty.
+
+    Raises
+    ------
+    ValueError
+        If the shapes don't fit each other, or `scatter_axis` doesn't divide.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from jax_paged_attn.sharding import merge_across
+    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> merge = lambda out, lse: merge_across(out[0], lse[0], "cp")
+    >>> merge = jax.shard_map(merge, mesh=mesh, in_specs=jax.P("cp"), out_specs=jax.P())
+    >>> merge(jnp.array([[2.0, 3.0]]), jnp.array([0.5]))[0].tolist()
+    [2.0, 3.0]
+    """
+    out, lse = merge.as_state("out", out, "lse", lse)
+    devices = lax.axis_size(axis_name)
+    if scatter_axis is None:
+        empty = jnp.isinf(lse)
+        lse = jnp.where(empty, -jnp.inf, lse)
+        peak = lax.pmax(lse, axis_name)
+        # Where every state is empty, subtracting -inf from -inf would make NaN.
+        shift = jnp.where(peak == -jnp.inf, 0.0, peak)
+        weight = jnp.exp(lse - shift)[..., None]
+        weighted = weight * jnp.where(empty[..., None], 0.0, out.astype(jnp.float32))
+        summed = lax.psum(jnp.concatenate([weighted, weight], axis=-1), axis_name)
+        weighted, total = summed[..., :-1], summed[..., -1]
+        merged = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
+        return merged.astype(out.dtype), shift + jnp.log(total)
+    validation.check_int("scatter_axis", scatter_axis, 0, lse.ndim - 1)
+    size = lse.shape[scatter_axis]
+    expected = f"an axis of a multiple of {devices} devices"
+    validation.check(size % devices == 0, "scatter_axis", expected, f"one of {size}")
+    # Bits side by side, so that one exchange takes both and rounds nothing.
+    word = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, 4)}")
+    state = [lax.bitcast_convert_type(x, word) for x in (out, lse[..., None])]
+    state = [x if x.ndim == out.ndim else x.reshape(*out.shape[:-1], -1) for x in state]
+    parts = lax.all_to_all(jnp.concatenate(state, axis=-1)[None], axis_name, scatter_axis + 1, 0, tiled=True)
+    columns = state[0].shape[-1]
+    outs, lses = parts[..., :columns], parts[..., columns:]
+    outs = lax.bitcast_convert_type(outs, out.dtype)
+    lses = lax.bitcast_convert_type(lses, jnp.float32)
+    return merge.merge_states(outs, lses.reshape(outs.shape[:-1]))
+
+
+def local_lens(lens: jax.Array, axis_name: str | tuple[str, ...], *, page_size: int) -> jax.Array:
+    """Count a row's first tokens that this device has, where pages are cut over devices.
+
+    For use inside `jax.shard_map`. Device i along the axis has the i-th part of every page of ``page_size *
+    devices`` tokens; of a contiguous cache, the page is the whole row.
+
+    Parameters
+    ----------
+    lens : int32[...]
+        How many first tokens of the row: its ``kv_lens``, or ``kv_starts``.
+    axis_name : str or tuple[str, ...]
+        The mesh axis, or axes.
+    page_size : int
+        Tokens of a page that one device has.
+
+    Returns
+    -------
+    int32[...]
+
+    Examples
+    --------
+    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> count = lambda lens: local_lens(lens, "cp", page_size=16)
+    >>> jax.shard_map(count, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("cp"))(jnp.array([20])).tolist()
+    [20]
+    """
+    devices, i = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    pages, rest = jnp.divmod(lens, page_size * devices)
+    return pages * page_size + jnp.clip(rest - i * page_size, 0, page_size)
+
+
+def local_table(page_table: PageTable, axis_name: str | tuple[str, ...], *, page_size: int) -> PageTable:
+    """Return the page table of this device's part of every page, with its `local_lens`.
+
+    Page ids stay what they are. The parameters are those of `local_lens`.
+    """
+    kv_lens = local_lens(page_table.kv_lens, axis_name, page_size=page_size)
+    return dataclasses.replace(page_table, kv_lens=kv_lens)
+
+
+def local_slots(slots: jax.Array, axis_name: str | tuple[str, ...], *, page_size: int) -> jax.Array:
+    """Turn slots of whole pages into those of this device's part of every page; -1 where another has it.
+
+    For use inside `jax.shard_map`; the parameters are those of `local_lens`.
+    """
+    devices, i = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    page, offset = jnp.divmod(slots, page_size * devices)
+    offset = offset - i * page_size
+    here = (slots >= 0) & (offset >= 0) & (offset < page_size)
+    return jnp.where(here, page * page_size + offset, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call without its arrays; hashable, so that it can key a compilation.
+
+    Attributes
+    ----------
+    run : callable
+        `_attend` or `_append`.
+    sharding : CacheSharding
+        How the arrays lie.
+    function : callable
+        What each device calls.
+    options : tuple[tuple[str, type, Any], ...]
+        Those of its options that are static, with their types, as True equals 1.
+    """
+
+    run: Callable[["_Call", dict[str, Any]], Any]
+    sharding: CacheSharding
+    function: Callable[..., Any]
+    options: tuple[tuple[str, type, Any], ...]
+
+    @property
+    def static(self) -> dict[str, Any]:
+        return {name: value for name, _, value in self.options}
+
+
+# Jitted, so that an eager call compiles once a shape.
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: _Call, arrays: dict[str, Any]) -> Any:
+    return call.run(call, arrays)
+
+
+def _start(
+    run: Callable[..., Any],
+    sharding: CacheSharding,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """Tell arrays, which shard_map cuts, from static options, and run the call."""
+    given = arguments | {name: value for name, value in options.items() if value is not None}
+    static = {name: x for name, x in given.items() if isinstance(x, bool | str | int) or name == "config"}
+    arrays = {name: _as_array(name, x) for name, x in given.items() if name not in static}
+    call = _Call(run, sharding, function, tuple((name, type(x), x) for name, x in sorted(static.items())))
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays))
+    if static.get("validate_values") is not True or traced:
+        return _run(call, arrays)
+    # Values are always traced within shard_map: what is concrete outside of it raises here.
+    error, results = checkify.checkify(functools.partial(_run, call))(arrays)
+    message = error.get()
+    if message is not None:
+        raise ValueError(message.removesuffix(" (`check` failed)"))
+    return results
+
+
+def _attend(call: _Call, arrays: dict[str, Any]) -> Any:
+    sharding, static = call.sharding, call.static
+    return_lse, context = static.get("return_lse", False), sharding.context
+    validation.check_bool("return_lse", return_lse)
+    q = arrays["q"]
+    validation.check(q.ndim in (2, 3, 4), "q", "shape [batch, num_q_heads, head_dim]", f"shape {q.shape}")
+    specs = sharding._specs(arrays, static)
+    scattered = False
+    if context is not None:
+        refused = [name for name in ("alibi_slopes", "mask") if name in arrays]
+        refused += ["q of several tokens a row"] if q.ndim == 4 else []
+        if refused:
+            raise NotImplementedError(f"{refused[0]}: can't be had with {context=}")
+        devices = sharding._devices(sharding.heads) * sharding._devices(context)
+        scattered = q.shape[-2] % devices == 0
+
+    def local(arrays):
+        if isinstance(table := arrays.get("page_table"), ShardedPageTable):
+            arrays["page_table"] = jax.tree.map(lambda x: x[0], table.tables)
+        if context is None:
+            return call.function(**arrays, **static)
+        out, lse = _attend_to_part(call.function, arrays, static, context)
+        out, lse = merge_across(out, lse, context, scatter_axis=lse.ndim - 1 if scattered else None)
+        return (out, lse) if return_lse else out
+
+    rows = specs["q"][:-2]
+    heads = _as_tuple(sharding.heads) + scattered * _as_tuple(context)
+    lse_spec, out_spec = PartitionSpec(*rows, heads or None), PartitionSpec(*rows, heads or None, None)
+    out_specs = (out_spec, lse_spec) if return_lse else out_spec
+    return sharding._map(local, arrays, specs, out_specs, check_vma=True)
+
+
+def _append(call: _Call, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
+    sharding, static, k_new = call.sharding, call.static, arrays["k_new"]
+    expected = "shape [num_tokens, num_kv_heads, head_dim]"
+    validation.check(k_new.ndim == 3, "k_new", expected, f"shape {k_new.shape}")
+    tokens, num_kv_heads = k_new.shape[:2]
+    sharding._check_divides("k_new", tokens, sharding.rows)
+    shards = sharding._devices(sharding.rows)
+    slots_shape = (tokens,) if sharding.rows is None else (shards, tokens // shards)
+    validation.check_shape("slot_mapping", arrays["slot_mapping"], slots_shape)
+    specs = sharding._specs(arrays, static)
+    # Where devices share a kv head, each takes what is new of the one that it keeps.
+    copies = sharding.stored_kv_heads(num_kv_heads) // num_kv_heads
+    shared = [
+        name
+        for name in ("k_new", "v_new", "k_scale", "v_scale")
+        if copies > 1 and name in arrays and _has_heads(arrays[name], num_kv_heads)
+    ]
+    specs |= {name: PartitionSpec(*specs[name][: _heads_axis(arrays[name])]) for name in shared}
+
+    def local(arrays):
+        if sharding.rows is not None:
+            arrays["slot_mapping"] = arrays["slot_mapping"][0]
+        if sharding.context is not None:
+            page_size = _tokens_of_a_page(arrays["k_pages"], static)
+            slots = local_slots(arrays["slot_mapping"], sharding.context, page_size=page_size)
+            arrays["slot_mapping"] = slots
+        for name in shared:
+            head = lax.axis_index(_as_tuple(sharding.heads)) // copies
+            arrays[name] = lax.dynamic_slice_in_dim(arrays[name], head, 1, _heads_axis(arrays[name]))
+        return call.function(**arrays, **static)
+
+    results = ("q", "k_pages", "v_pages", "k_scale_pages", "v_scale_pages")
+    out_specs = tuple(specs[name] for name in results if name in arrays)
+    # Kernels don't update arrays that JAX tracks as varying over a mesh.
+    return sharding._map(local, arrays, specs, out_specs, check_vma=False)
+
+
+def _attend_to_part(
+    function: Callable[..., Any], arrays: dict[str, Any], static: dict[str, Any], axis_name: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to the part of each row that this device has: what concerns positions, turned into its own."""
+    k = arrays["k_pages"] if "k_pages" in arrays else arrays["k_cache"]
+    page_size = _tokens_of_a_page(k, static)
+    static = static | {"return_lse": True}
+    if "page_table" in arrays:
+        table = arrays["page_table"]
+        kv_lens = table.clipped(page_size * lax.axis_size(axis_name))[1]
+        arrays["page_table"] = local_table(table, axis_name, page_size=page_size)
+    else:
+        kv_lens = arrays["kv_lens"]
+        arrays["kv_lens"] = local_lens(kv_lens, axis_name, page_size=page_size)
+    window_left = arrays.pop("window_left", static.pop("window_left", None))
+    if window_left is not None:  # of one query token, which is the last
+        first = jnp.where(window_left < 0, 0, kv_lens - 1 - window_left)
+        arrays["kv_starts"] = jnp.maximum(arrays.get("kv_starts", 0), first)
+    if "kv_starts" in arrays:
+        starts = jnp.clip(arrays["kv_starts"], 0)
+        arrays["kv_starts"] = local_lens(starts, axis_name, page_size=page_size)
+    sinks = arrays.pop("sinks", None)
+    out, lse = function(**arrays, **static)
+    if sinks is not None:  # a state of its own, which one device adds
+        mine = jnp.where(lax.axis_index(axis_name) == 0, sinks.astype(jnp.float32), -jnp.inf)
+        out, lse = merge.merge_state(out, lse, jnp.zeros_like(out), jnp.broadcast_to(mine, lse.shape))
+    return out, lse
+
+
+# What of the cache is given; the rest of a call's arrays is small.
+_CACHES = ("k_pages", "v_pages", "k_cache", "v_cache", "k_scale_pages", "v_scale_pages")
+_INTS = ("kv_lens", "kv_starts", "positions", "slot_mapping")
+
+
+def _as_tuple(axes: Axes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _heads_axis(array: jax.Array) -> int:
+    """Of new tokens or their scales [num_tokens, num_kv_heads, ...], or of one scale a head."""
+    return min(array.ndim - 1, 1)
+
+
+def _tokens_of_a_page(cache: jax.Array, static: dict[str, Any]) -> int:
+    axes = LAYOUT_AXES[static.get("kv_layout", "HND")]
+    return cache.shape[axes.index("page_size") - 4]
+
+
+def _has_heads(array: jax.Array, num_kv_heads: int) -> bool:
+    return array.ndim > 0 and array.shape[_heads_axis(array)] == num_kv_heads
+
+
+def _as_array(name: str, value: Any) -> Any:
+    if isinstance(value, PageTable | ShardedPageTable):
+        return value
+    return validation.as_int32(name, value) if name in _INTS else validation.as_array(name, value)
