@@ -53,11 +53,12 @@ class Attention(eqx.Module):
     def paged(self, x, position, pools, slots, page_table: PageTable):
         """All rows: their tokens are written at once, then each attends over the pools that all share."""
         q, k, v = jax.vmap(self.heads)(x, position)
-        pools = append_paged_kv(*pools, k, v, slots)
+        k_pages, v_pages = append_paged_kv(pools[0], pools[1], k, v, slots)
         # Under vmap this is one call, of the whole batch.
         axes = PageTable(indices=None, row_starts=0, row_pages=0, kv_lens=0)  # pyright: ignore
-        out = jax.vmap(lambda q, row: paged_attention(q, *pools, row), in_axes=(0, axes))(q, page_table)
-        return jax.vmap(self.out)(out.reshape(out.shape[0], -1)), pools
+        attend = jax.vmap(lambda q, row: paged_attention(q, k_pages, v_pages, row), in_axes=(0, axes))
+        out: Any = attend(q, page_table)
+        return jax.vmap(self.out)(out.reshape(out.shape[0], -1)), (k_pages, v_pages)
 
 
 def test_paged_equals_dense():

@@ -40,10 +40,9 @@ class Block(NamedTuple):
 def init(seed):
     rng = np.random.default_rng(seed)
     kv, q = NUM_KV_HEADS * HEAD_DIM, NUM_Q_HEADS * HEAD_DIM
-    shapes = Block(
-        (FEATURES,), (FEATURES, q), (FEATURES, kv), (FEATURES, kv), (q, FEATURES),
-        (FEATURES,), (FEATURES, HIDDEN), (FEATURES, HIDDEN), (HIDDEN, FEATURES),
-    )  # fmt: skip
+    of_attention = [(FEATURES,), (FEATURES, q), (FEATURES, kv), (FEATURES, kv), (q, FEATURES)]
+    of_ffn = [(FEATURES,), (FEATURES, HIDDEN), (FEATURES, HIDDEN), (HIDDEN, FEATURES)]
+    shapes = of_attention + of_ffn
     return Block(*(jnp.asarray(rng.standard_normal(s) / s[0] ** 0.5, jnp.float32) for s in shapes))
 
 
@@ -83,10 +82,11 @@ def paged_step(w, x, cache, page_table: PageTable):
     def attend(q, k, v, cache):
         rows, positions = jnp.arange(x.shape[0]), page_table.kv_lens - 1
         slots = slot_mapping(page_table, rows, positions, page_size=PAGE_SIZE)
-        q, *cache = rope_append_paged_kv(
-            q, k, v, positions, *cache, slots, inv_freq=rope_frequencies(HEAD_DIM)
+        k_pages, v_pages = cache
+        q, k_pages, v_pages = rope_append_paged_kv(
+            q, k, v, positions, k_pages, v_pages, slots, inv_freq=rope_frequencies(HEAD_DIM)
         )
-        return paged_attention(q, *cache, page_table), tuple(cache)
+        return paged_attention(q, k_pages, v_pages, page_table), (k_pages, v_pages)
 
     return block(w, x, cache, attend)
 
