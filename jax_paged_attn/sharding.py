@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 
 from jax_paged_attn import append, decode, merge, paged, validation
-from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.page_table import PageTable, register_export
 from jax_paged_attn.validation import LAYOUT_AXES, Ints
 
 # One mesh axis, several that count as one (the first the slowest), or none.
@@ -130,6 +130,9 @@ class ShardedPageTable:
             return append.slot_mapping(table, rows, positions, page_size=page_size)
 
         return jax.vmap(look_up)(self.tables, batch_indices, positions)
+
+
+register_export(ShardedPageTable, "ShardedPageTable")
 
 
 @dataclasses.dataclass(frozen=True)
