@@ -180,9 +180,9 @@ def register_export(node_type: type, name: str) -> None:
     jax.export.register_pytree_node_serialization(
         node_type,
         serialized_name=f"jax_paged_attn.{name}",
-        serialize_auxdata=lambda metadata: b"",
+        serialize_auxdata=lambda aux_data: b"",
         deserialize_auxdata=lambda data: (),
-        from_children=lambda metadata, children: node_type(*children),
+        from_children=lambda aux_data, children: node_type(*children),
     )
 
 
