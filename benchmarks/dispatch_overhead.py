@@ -45,8 +45,8 @@ MOST_SECONDS_TO_FIRST_RESULT = 10.0
 
 NOTES = """\
 - **dispatch**: the time from a call of the jitted function until it returns, while the GPU is idle: the
-  median over {calls} calls, which take turns with the no-op's. The no-op has the same arguments, gives back the
-  donated pools and negates q. Both are called as users do, by `jax.jit`.
+  median over {calls} calls, which take turns with the no-op's. The no-op has the same arguments, gives back
+  the donated pools and negates q. Both are called as users do, by `jax.jit`.
 - **32 layers**: a scan over layers within one jit, each with rotation, append and attention. Waits are what a
   host thread that launches kernels does to wait for the GPU between its first and its last launch, and copies
   to the host.

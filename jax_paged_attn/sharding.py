@@ -348,6 +348,44 @@ class CacheSharding:
         arguments |= {"slot_mapping": slot_mapping}
         return _start(_append, self, append.append_paged_kv, arguments, options)
 
+    def append_kv(
+        self,
+        k_cache: ArrayLike,
+        v_cache: ArrayLike,
+        k_new: ArrayLike,
+        v_new: ArrayLike,
+        kv_lens: Ints,
+        **options: Any,
+    ) -> tuple[jax.Array, ...]:
+        """Write behind each row's tokens in a sharded contiguous cache, as `jax_paged_attn.append_kv`.
+
+        Parameters
+        ----------
+        k_cache, v_cache : float or int8
+            As `pages_spec` says of pools: batch over rows, max_kv_len over context.
+        k_new, v_new : float[batch, num_new, num_kv_heads, head_dim]
+            Cut over rows and heads; repeated where the cache repeats heads.
+        kv_lens : int[batch] or an int scalar
+            Tokens of each row before the append; cut over rows.
+        **options
+            Of `jax_paged_attn.append_kv`, cut as those of `append_paged_kv`.
+
+        Returns
+        -------
+        k_cache, v_cache
+            Followed by the caches of scales that were given; cut as they came.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As `append_paged_kv`.
+        """
+        kv_lens = validation.as_int32("kv_lens", kv_lens)  # an int would count as a static option
+        validation.check_layout(options.get("kv_layout", "HND"), ("HND", "NHD"))
+        arguments = {"k_cache": k_cache, "v_cache": v_cache, "k_new": k_new, "v_new": v_new}
+        arguments |= {"kv_lens": kv_lens}
+        return _start(_append, self, append.append_kv, arguments, options)
+
     def rope_append_paged_kv(
         self,
         q: ArrayLike,
@@ -399,21 +437,21 @@ class CacheSharding:
         cache = self.pages_spec(static.get("kv_layout", "HND"))
         shape_of_k = next(arrays[name].shape for name in ("k_pages", "k_cache") if name in arrays)
         cache = cache[4 - len(shape_of_k) :]  # an unbatched contiguous cache has no axis of rows
+        of_new = (self.rows, None)[: arrays["k_new"].ndim - 2] if "k_new" in arrays else ()
 
         def spec(name, x):
             if name in ("k_pages", "v_pages", "k_cache", "v_cache"):
                 return cache
-            if name in ("k_scale_pages", "v_scale_pages"):
+            if name in _SCALE_CACHES:
                 return cache[:-1]
-            if name in ("k_scale", "v_scale") and x.ndim > 1:
-                # Of the tokens in a cache, or of new ones.
-                return cache[:-1] if x.shape == shape_of_k[:-1] else (self.rows, self.heads)
+            if name in ("k_scale", "v_scale") and x.ndim > 1:  # of new tokens, or of those in a cache
+                return (*of_new[: x.ndim - 1], self.heads) if of_new else cache[:-1]
             if name in ("k_scale", "v_scale", "alibi_slopes", "sinks"):
                 return (self.heads,) if x.ndim else ()
             if name == "q":
                 return (*(self.rows, None)[: x.ndim - 2], self.heads, None)
             if name in ("k_new", "v_new"):
-                return (self.rows, self.heads)
+                return (*of_new, self.heads, None)
             if name == "page_table":
                 return () if self.rows is None else (self.rows,)
             if name in ("positions", "slot_mapping", "kv_lens", "kv_starts", "mask"):
@@ -663,39 +701,59 @@ def _attend(call: _Call, arrays: dict[str, Any]) -> Any:
 
 def _append(call: _Call, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
     sharding, static, k_new = call.sharding, call.static, arrays["k_new"]
-    expected = "shape [num_tokens, num_kv_heads, head_dim]"
-    validation.check(k_new.ndim == 3, "k_new", expected, f"shape {k_new.shape}")
-    tokens, num_kv_heads = k_new.shape[:2]
-    sharding._check_divides("k_new", tokens, sharding.rows)
-    shards = sharding._devices(sharding.rows)
-    slots_shape = (tokens,) if sharding.rows is None else (shards, tokens // shards)
-    validation.check_shape("slot_mapping", arrays["slot_mapping"], slots_shape)
+    paged = "k_pages" in arrays
+    axes = ("num_tokens" if paged else "batch, num_new", "num_kv_heads", "head_dim")
+    ok = k_new.ndim == (3 if paged else 4)
+    validation.check(ok, "k_new", f"shape [{', '.join(axes)}]", f"shape {k_new.shape}")
+    num_kv_heads, heads_axis = k_new.shape[-2], k_new.ndim - 2
+    if paged:
+        tokens, shards = k_new.shape[0], sharding._devices(sharding.rows)
+        sharding._check_divides("k_new", tokens, sharding.rows)
+        slots_shape = (tokens,) if sharding.rows is None else (shards, tokens // shards)
+        validation.check_shape("slot_mapping", arrays["slot_mapping"], slots_shape)
     specs = sharding._specs(arrays, static)
     # Where devices share a kv head, each takes what is new of the one that it keeps.
     copies = sharding.stored_kv_heads(num_kv_heads) // num_kv_heads
-    shared = [
-        name
+    shared = {
+        name: min(arrays[name].ndim - 1, heads_axis)
         for name in ("k_new", "v_new", "k_scale", "v_scale")
-        if copies > 1 and name in arrays and _has_heads(arrays[name], num_kv_heads)
-    ]
-    specs |= {name: PartitionSpec(*specs[name][: _heads_axis(arrays[name])]) for name in shared}
+        if copies > 1 and name in arrays and arrays[name].ndim
+    }
+    shared = {name: axis for name, axis in shared.items() if arrays[name].shape[axis] == num_kv_heads}
+    specs |= {name: PartitionSpec(*specs[name][:axis]) for name, axis in shared.items()}
 
     def local(arrays):
-        if sharding.rows is not None:
-            arrays["slot_mapping"] = arrays["slot_mapping"][0]
-        if sharding.context is not None:
-            page_size = _tokens_of_a_page(arrays["k_pages"], static)
-            slots = local_slots(arrays["slot_mapping"], sharding.context, page_size=page_size)
-            arrays["slot_mapping"] = slots
-        for name in shared:
+        for name, axis in shared.items():
             head = lax.axis_index(_as_tuple(sharding.heads)) // copies
-            arrays[name] = lax.dynamic_slice_in_dim(arrays[name], head, 1, _heads_axis(arrays[name]))
-        return call.function(**arrays, **static)
+            arrays[name] = lax.dynamic_slice_in_dim(arrays[name], head, 1, axis)
+        if paged and sharding.rows is not None:
+            arrays["slot_mapping"] = arrays["slot_mapping"][0]
+        if sharding.context is None:
+            return call.function(**arrays, **static)
+        page_size = _tokens_of_a_page(arrays["k_pages" if paged else "k_cache"], static)
+        if not paged:
+            arrays = _as_pages(arrays, page_size * sharding._devices(sharding.context), static)
+        slots = local_slots(arrays["slot_mapping"], sharding.context, page_size=page_size)
+        function = append.append_paged_kv if not paged else call.function
+        return function(**arrays | {"slot_mapping": slots}, **static)
 
-    results = ("q", "k_pages", "v_pages", "k_scale_pages", "v_scale_pages")
+    results = ("q", *_CACHES)
     out_specs = tuple(specs[name] for name in results if name in arrays)
     # Kernels don't update arrays that JAX tracks as varying over a mesh.
     return sharding._map(local, arrays, specs, out_specs, check_vma=False)
+
+
+def _as_pages(arrays: dict[str, Any], max_kv_len: int, static: dict[str, Any]) -> dict[str, Any]:
+    """Turn the arguments of `append_kv` into those of `append_paged_kv`: a row is a page."""
+    batch, num_new = arrays["k_new"].shape[:2]
+    kv_lens = arrays.pop("kv_lens")
+    if static.get("validate_values"):
+        append.check_room(kv_lens, num_new, max_kv_len)
+    for name in ("k_new", "v_new", "k_scale", "v_scale"):
+        if name in arrays and arrays[name].ndim > 1:
+            arrays[name] = arrays[name].reshape(batch * num_new, *arrays[name].shape[2:])
+    slots = append.slots_behind(kv_lens, batch, num_new, max_kv_len)
+    return {name.replace("cache", "pages"): x for name, x in arrays.items()} | {"slot_mapping": slots}
 
 
 def _attend_to_part(
@@ -728,7 +786,8 @@ def _attend_to_part(
 
 
 # What of the cache is given; the rest of a call's arrays is small.
-_CACHES = ("k_pages", "v_pages", "k_cache", "v_cache", "k_scale_pages", "v_scale_pages")
+_SCALE_CACHES = ("k_scale_pages", "v_scale_pages", "k_scale_cache", "v_scale_cache")
+_CACHES = ("k_pages", "v_pages", "k_cache", "v_cache", *_SCALE_CACHES)
 _INTS = ("kv_lens", "kv_starts", "positions", "slot_mapping")
 
 
@@ -738,18 +797,9 @@ def _as_tuple(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _heads_axis(array: jax.Array) -> int:
-    """Of new tokens or their scales [num_tokens, num_kv_heads, ...], or of one scale a head."""
-    return min(array.ndim - 1, 1)
-
-
 def _tokens_of_a_page(cache: jax.Array, static: dict[str, Any]) -> int:
     axes = LAYOUT_AXES[static.get("kv_layout", "HND")]
     return cache.shape[axes.index("page_size") - 4]
-
-
-def _has_heads(array: jax.Array, num_kv_heads: int) -> bool:
-    return array.ndim > 0 and array.shape[_heads_axis(array)] == num_kv_heads
 
 
 def _as_array(name: str, value: Any) -> Any:

@@ -285,6 +285,59 @@ def test_writes_with_scales_of_tokens():
     chex.assert_trees_all_equal(tuple(result), tuple(jnp.repeat(x, 2, axis=1) for x in expected))
 
 
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_writes_to_a_contiguous_cache_equal_one_device(kv_layout):
+    """Over all three, with the head twice; some tokens fall past the end of their row, one row stays."""
+    mesh = make_mesh()
+    rng = np.random.default_rng(2)
+    shape = (4, 1, 12, 24) if kv_layout == "HND" else (4, 12, 1, 24)
+    k, v = jnp.asarray(rng.standard_normal((2, *shape)), jnp.float32).astype("float8_e5m2")
+    k_new, v_new = jnp.asarray(rng.standard_normal((2, 4, 5, 1, 24)), jnp.float32)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (2, 4, 5, 1)), jnp.float32)
+    scale_caches = jnp.ones((2, *shape[:-1]))
+    lens = jnp.array([0, 4, 10, -1])
+    heads_axis = 1 if kv_layout == "HND" else 2
+
+    def write(call, caches, scale_caches):
+        names = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
+        options = dict(zip(names, (*scales, *scale_caches), strict=True))
+        return call(*caches, k_new, v_new, lens, kv_layout=kv_layout, **options)
+
+    expected = write(reference.append_kv, (k, v), scale_caches)
+    expected = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=heads_axis), tuple(expected))
+    twice = [[jnp.repeat(x, 2, axis=heads_axis) for x in xs] for xs in ((k, v), scale_caches)]
+    for axes in ({name: name for name in SHAPE}, {"rows": "rows", "heads": "heads"}):
+        result = write(CacheSharding(mesh, **axes).append_kv, *twice)
+        chex.assert_trees_all_equal(tuple(result), expected)
+    check = functools.partial(CacheSharding(mesh, context="context").append_kv, validate_values=True)
+    news = k_new, v_new
+    caches = [jnp.zeros(shape)] * 2
+    message = r"kv_lens: expected values in \[0, 7\], as 5 tokens come to max_kv_len=12, got 10 at index 2"
+    refuses(message, check, *caches, *news, lens, kv_layout=kv_layout)
+
+
+def test_layers_in_a_scan_and_under_vmap():
+    """One exchange a layer, or one for all."""
+    sharded = CacheSharding(make_mesh(), **{name: name for name in SHAPE})
+    p = make_problem(shards=2)
+    q, k, v = (jnp.stack([x, x[::-1]]) for x in (p.q, jnp.nan_to_num(p.k), jnp.nan_to_num(p.v)))
+    spec = P(None, *sharded.pages_spec())
+    pools = [jax.device_put(x, jax.NamedSharding(sharded.mesh, spec)) for x in (k, v)]
+    expected = [reference.paged_attention(*x, p.table) for x in zip(q, k, v, strict=True)]
+
+    def scanned(q, k, v, table):
+        return jax.lax.scan(lambda _, x: (None, sharded.paged_attention(*x, table)), None, (q, k, v))[1]
+
+    def mapped(q, k, v, table):
+        return jax.vmap(lambda *x: sharded.paged_attention(*x, table))(q, k, v)
+
+    for program in (scanned, mapped):
+        result, found = compile_and_run(program, q, *pools, p.sharded_table)
+        for layer, out in enumerate(result):
+            testing.assert_close(out, expected[layer])
+        assert found == {"all-to-all": 1}
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map_of_the_users_own(check_vma):
     """Context parallel by hand: the pieces that the methods are made of."""
