@@ -323,7 +323,7 @@ def test_layers_in_a_scan_and_under_vmap():
     q, k, v = (jnp.stack([x, x[::-1]]) for x in (p.q, jnp.nan_to_num(p.k), jnp.nan_to_num(p.v)))
     spec = P(None, *sharded.pages_spec())
     pools = [jax.device_put(x, jax.NamedSharding(sharded.mesh, spec)) for x in (k, v)]
-    expected = [reference.paged_attention(*x, p.table) for x in zip(q, k, v, strict=True)]
+    expected = [reference.paged_attention(q[i], k[i], v[i], p.table) for i in range(2)]
 
     def scanned(q, k, v, table):
         return jax.lax.scan(lambda _, x: (None, sharded.paged_attention(*x, table)), None, (q, k, v))[1]
