@@ -762,21 +762,21 @@ def _attend_to_part(
     """Attend to the part of each row that this device has: what concerns positions, turned into its own."""
     k = arrays["k_pages"] if "k_pages" in arrays else arrays["k_cache"]
     page_size = _tokens_of_a_page(k, static)
+    tokens = page_size * lax.axis_size(axis_name)  # of a whole page
     static = static | {"return_lse": True}
     if "page_table" in arrays:
         table = arrays["page_table"]
-        kv_lens = table.clipped(page_size * lax.axis_size(axis_name))[1]
+        kv_lens = table.clipped(tokens)[1]
         arrays["page_table"] = local_table(table, axis_name, page_size=page_size)
     else:
-        kv_lens = arrays["kv_lens"]
-        arrays["kv_lens"] = local_lens(kv_lens, axis_name, page_size=page_size)
+        kv_lens = jnp.broadcast_to(jnp.clip(arrays["kv_lens"], 0, tokens), arrays["q"].shape[:-2])
+        arrays["kv_lens"] = local_lens(arrays["kv_lens"], axis_name, page_size=page_size)
     window_left = arrays.pop("window_left", static.pop("window_left", None))
     if window_left is not None:  # of one query token, which is the last
-        first = jnp.where(window_left < 0, 0, kv_lens - 1 - window_left)
+        first = jnp.where(window_left < 0, 0, jnp.maximum(kv_lens - 1 - window_left, 0))
         arrays["kv_starts"] = jnp.maximum(arrays.get("kv_starts", 0), first)
     if "kv_starts" in arrays:
-        starts = jnp.clip(arrays["kv_starts"], 0)
-        arrays["kv_starts"] = local_lens(starts, axis_name, page_size=page_size)
+        arrays["kv_starts"] = local_lens(arrays["kv_starts"], axis_name, page_size=page_size)
     sinks = arrays.pop("sinks", None)
     out, lse = function(**arrays, **static)
     if sinks is not None:  # a state of its own, which one device adds

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jax_paged_attn import reference, testing
 from jax_paged_attn.sharding import CacheSharding
-from tests.multi_device.test_sharding import make_mesh, make_problem
+from tests.multi_device.test_cache_sharding import make_mesh, make_problem
 
 
 def check(shape: dict[str, int], expected_collectives: dict[str, int]) -> None:

@@ -234,6 +234,11 @@ def test_windows_and_sinks_over_context():
     sink = jnp.broadcast_to(sinks, lse.shape)
     expected = reference.merge_state(keys[0], keys[1], jnp.zeros_like(out), sink)
     testing.assert_close((out, lse), expected)
+    # Of a contiguous cache with one length for all rows, which is longer than there is room.
+    k, v = (jnp.nan_to_num(x[:ROWS]) for x in (p.k, p.v))
+    last_2 = sharded.decode_attention(p.q, k, v, 99, window_left=1)
+    starts = jnp.full(ROWS, 14)
+    testing.assert_close(last_2, reference.decode_attention(p.q, k, v, 16, kv_starts=starts))
     whole = sharded.paged_attention(p.q, p.k, p.v, p.table, window_left=-1)
     testing.assert_close(whole, reference.paged_attention(p.q, p.k, p.v, p.table))
 
@@ -329,7 +334,7 @@ def test_layers_in_a_scan_and_under_vmap():
         return jax.lax.scan(lambda _, x: (None, sharded.paged_attention(*x, table)), None, (q, k, v))[1]
 
     def mapped(q, k, v, table):
-        return jax.vmap(lambda *x: sharded.paged_attention(*x, table))(q, k, v)
+        return jax.vmap(lambda q, k, v: sharded.paged_attention(q, k, v, table))(q, k, v)
 
     for program in (scanned, mapped):
         result, found = compile_and_run(program, q, *pools, p.sharded_table)
