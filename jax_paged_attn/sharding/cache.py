@@ -1,9 +1,9 @@
-"""Attention and cache writes over a mesh of devices, by `jax.shard_map`."""
+"""How a cache lies over a mesh of devices, and the calls on it, by `jax.shard_map`."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,124 +15,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 
 from jax_paged_attn import append, decode, merge, paged, validation
-from jax_paged_attn.page_table import PageTable, register_export
+from jax_paged_attn.page_table import PageTable
+from jax_paged_attn.sharding.local import local_lens, local_slots, local_table, merge_across
+from jax_paged_attn.sharding.table import ShardedPageTable
 from jax_paged_attn.validation import LAYOUT_AXES, Ints
 
 # One mesh axis, several that count as one (the first the slowest), or none.
 type Axes = str | tuple[str, ...] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardedPageTable:
-    """One page table for each shard of rows, with page ids of the shard's own pool.
-
-    A type of its own, because its ids are local: shard i's page 0 is page ``i * num_pages / num_shards`` of
-    the array that all the pools make. Functions that want one kind of table refuse the other.
-
-    Attributes
-    ----------
-    tables : PageTable
-        Its arrays have a leading axis [num_shards].
-    """
-
-    tables: PageTable
-
-    @classmethod
-    def from_block_tables(cls, block_tables: Ints, seq_lens: Ints) -> "ShardedPageTable":
-        """Build it from the padded block tables of all shards.
-
-        Parameters
-        ----------
-        block_tables : int[num_shards, rows, max_pages_per_seq]
-            Page ids in each shard's own pool, which begin at 0.
-        seq_lens : int[num_shards, rows]
-            Valid tokens of each row.
-
-        Raises
-        ------
-        ValueError
-            If an argument isn't an integer array, or the shapes don't fit each other.
-
-        Examples
-        --------
-        >>> table = ShardedPageTable.from_block_tables([[[1, 0]], [[0, -1]]], [[20], [3]])
-        >>> table.num_shards, table.slot_mapping([[0], [0]], [[19], [2]], page_size=16).tolist()
-        (2, [[3], [2]])
-        """
-        block_tables = validation.as_int32("block_tables", block_tables)
-        seq_lens = validation.as_int32("seq_lens", seq_lens)
-        validation.check(
-            block_tables.ndim == 3,
-            "block_tables",
-            "shape [num_shards, rows, max_pages_per_seq]",
-            f"shape {block_tables.shape}",
-        )
-        validation.check_shape("seq_lens", seq_lens, block_tables.shape[:2])
-        return cls(jax.vmap(PageTable.from_block_tables)(block_tables, seq_lens))
-
-    @classmethod
-    def stack(cls, tables: Sequence[PageTable]) -> "ShardedPageTable":
-        """Build it from one table a shard, such as `PagePool.page_table` makes, all of the same shapes.
-
-        Raises
-        ------
-        ValueError
-            If there is none, or the shapes differ.
-
-        Examples
-        --------
-        >>> table = PageTable.from_block_tables([[1, 0]], [20])
-        >>> ShardedPageTable.stack([table, table]).num_shards
-        2
-        """
-        tables = [validation.as_page_table(table) for table in tables]
-        validation.check(bool(tables), "tables", "at least one PageTable", "none")
-        shapes = [jax.tree.map(jnp.shape, jax.tree.leaves(table)) for table in tables]
-        validation.check(
-            all(shape == shapes[0] for shape in shapes),
-            "tables",
-            "tables of one shape (pad block tables to one width)",
-            f"shapes {shapes}",
-        )
-        return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tables))
-
-    @property
-    def num_shards(self) -> int:
-        """How many tables there are."""
-        return self.tables.kv_lens.shape[0]
-
-    def slot_mapping(self, batch_indices: Ints, positions: Ints, *, page_size: int) -> jax.Array:
-        """Look up the slots of tokens, as `jax_paged_attn.slot_mapping` does in each shard.
-
-        Parameters
-        ----------
-        batch_indices : int[num_shards, num_tokens]
-            Row of each token, within its shard.
-        positions : int[num_shards, num_tokens]
-            Of each token in its row.
-        page_size : int
-            Tokens a page.
-
-        Returns
-        -------
-        int32[num_shards, num_tokens]
-            Slots of each shard's own pool.
-        """
-        batch_indices = validation.as_int32("batch_indices", batch_indices)
-        positions = validation.as_int32("positions", positions)
-        expected = f"shape [{self.num_shards} shards, num_tokens]"
-        ok = batch_indices.ndim == 2 and batch_indices.shape[0] == self.num_shards
-        validation.check(ok, "batch_indices", expected, f"shape {batch_indices.shape}")
-        validation.check_shape("positions", positions, batch_indices.shape)
-
-        def look_up(table, rows, positions):
-            return append.slot_mapping(table, rows, positions, page_size=page_size)
-
-        return jax.vmap(look_up)(self.tables, batch_indices, positions)
-
-
-register_export(ShardedPageTable, "ShardedPageTable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,130 +375,6 @@ class CacheSharding:
         wanted = (*spec, *[None] * (array.ndim - len(spec)))
         validation.check(lies == wanted, name, f"an array sharded as {spec}", f"one sharded as {lies}")
         return array
-
-
-def merge_across(
-    out: ArrayLike, lse: ArrayLike, axis_name: str | tuple[str, ...], *, scatter_axis: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Merge the attention states that the devices along a mesh axis have, inside `jax.shard_map`.
-
-    What `merge_states` does with states in one place: for keys that are spread over devices.
-
-    Parameters
-    ----------
-    out : float[..., head_dim]
-        This device's normalized output.
-    lse : float32[...]
-        Its natural log-sum-exp; -inf or +inf marks an empty state.
-    axis_name : str or tuple[str, ...]
-        The mesh axis, or axes.
-    scatter_axis : int, optional
-        An axis of `lse` (that of heads, say), a multiple of the devices: each gets its part of the merged
-        state, by one exchange of the states (all-to-all). None gives all of it to every device, by two sums
-        over them (all-reduce), of which the first takes the lse alone.
-
-    Returns
-    -------
-    out : float[..., head_dim]
-        In the dtype that came; computed in float32. 0 where all states are empty.
-    lse : float32[...]
-        -inf where all states are empty.
-
-    Raises
-    ------
-    ValueError
-        If the shapes don't fit each other, or `scatter_axis` doesn't divide.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from jax_paged_attn.sharding import merge_across
-    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> merge = lambda out, lse: merge_across(out[0], lse[0], "cp")
-    >>> merge = jax.shard_map(merge, mesh=mesh, in_specs=jax.P("cp"), out_specs=jax.P())
-    >>> merge(jnp.array([[2.0, 3.0]]), jnp.array([0.5]))[0].tolist()
-    [2.0, 3.0]
-    """
-    out, lse = merge.as_state("out", out, "lse", lse)
-    devices = lax.axis_size(axis_name)
-    if scatter_axis is None:
-        empty = jnp.isinf(lse)
-        lse = jnp.where(empty, -jnp.inf, lse)
-        peak = lax.pmax(lse, axis_name)
-        # Where every state is empty, subtracting -inf from -inf would make NaN.
-        shift = jnp.where(peak == -jnp.inf, 0.0, peak)
-        weight = jnp.exp(lse - shift)[..., None]
-        weighted = weight * jnp.where(empty[..., None], 0.0, out.astype(jnp.float32))
-        summed = lax.psum(jnp.concatenate([weighted, weight], axis=-1), axis_name)
-        weighted, total = summed[..., :-1], summed[..., -1]
-        merged = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
-        return merged.astype(out.dtype), shift + jnp.log(total)
-    validation.check_int("scatter_axis", scatter_axis, 0, lse.ndim - 1)
-    size = lse.shape[scatter_axis]
-    expected = f"an axis of a multiple of {devices} devices"
-    validation.check(size % devices == 0, "scatter_axis", expected, f"one of {size}")
-    # Bits side by side, so that one exchange takes both and rounds nothing.
-    word = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, 4)}")
-    state = [lax.bitcast_convert_type(x, word) for x in (out, lse[..., None])]
-    state = [x if x.ndim == out.ndim else x.reshape(*out.shape[:-1], -1) for x in state]
-    parts = lax.all_to_all(jnp.concatenate(state, axis=-1)[None], axis_name, scatter_axis + 1, 0, tiled=True)
-    columns = state[0].shape[-1]
-    outs, lses = parts[..., :columns], parts[..., columns:]
-    outs = lax.bitcast_convert_type(outs, out.dtype)
-    lses = lax.bitcast_convert_type(lses, jnp.float32)
-    return merge.merge_states(outs, lses.reshape(outs.shape[:-1]))
-
-
-def local_lens(lens: jax.Array, axis_name: str | tuple[str, ...], *, page_size: int) -> jax.Array:
-    """Count a row's first tokens that this device has, where pages are cut over devices.
-
-    For use inside `jax.shard_map`. Device i along the axis has the i-th part of every page of ``page_size *
-    devices`` tokens; of a contiguous cache, the page is the whole row.
-
-    Parameters
-    ----------
-    lens : int32[...]
-        How many first tokens of the row: its ``kv_lens``, or ``kv_starts``.
-    axis_name : str or tuple[str, ...]
-        The mesh axis, or axes.
-    page_size : int
-        Tokens of a page that one device has.
-
-    Returns
-    -------
-    int32[...]
-
-    Examples
-    --------
-    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> count = lambda lens: local_lens(lens, "cp", page_size=16)
-    >>> jax.shard_map(count, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("cp"))(jnp.array([20])).tolist()
-    [20]
-    """
-    devices, i = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    pages, rest = jnp.divmod(lens, page_size * devices)
-    return pages * page_size + jnp.clip(rest - i * page_size, 0, page_size)
-
-
-def local_table(page_table: PageTable, axis_name: str | tuple[str, ...], *, page_size: int) -> PageTable:
-    """Return the page table of this device's part of every page, with its `local_lens`.
-
-    Page ids stay what they are. The parameters are those of `local_lens`.
-    """
-    kv_lens = local_lens(page_table.kv_lens, axis_name, page_size=page_size)
-    return dataclasses.replace(page_table, kv_lens=kv_lens)
-
-
-def local_slots(slots: jax.Array, axis_name: str | tuple[str, ...], *, page_size: int) -> jax.Array:
-    """Turn slots of whole pages into those of this device's part of every page; -1 where another has it.
-
-    For use inside `jax.shard_map`; the parameters are those of `local_lens`.
-    """
-    devices, i = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    page, offset = jnp.divmod(slots, page_size * devices)
-    offset = offset - i * page_size
-    here = (slots >= 0) & (offset >= 0) & (offset < page_size)
-    return jnp.where(here, page * page_size + offset, -1)
 
 
 @dataclasses.dataclass(frozen=True)
