@@ -122,7 +122,6 @@ WAYS = {
     [
         *((way, "HND", AxisType.Auto) for way in WAYS),
         ("all three", "NHD", AxisType.Explicit),
-        ("all three", "HPND", AxisType.Explicit),
     ],
 )
 def test_paged_attention_equals_one_device(way, kv_layout, kind):
