@@ -5,7 +5,9 @@ kernel is interpreted, which costs seconds each; on its own platform an implemen
 problem marked ``newest`` also belongs to the subset that the newest release of JAX runs.
 """
 
+import collections
 import dataclasses
+import re
 import zlib
 from types import ModuleType
 from typing import Any
@@ -589,6 +591,14 @@ def assert_close(actual: Any, expected: Any) -> None:
         chex.assert_trees_all_close(
             np.asarray(lse), np.asarray(expected_lse), atol=tolerance.lse_atol, rtol=1e-6
         )
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Count the exchanges between devices that a compiled call takes, such as {"all-to-all": 1}."""
+    text = compiled.as_text()
+    assert text, "no HLO to look at"
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
 def _assign_pages(case: Case, rng: np.random.Generator, spare_pages: int) -> tuple[list[np.ndarray], int]:
