@@ -13,13 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn import reference, testing
 from jax_paged_attn.calls.attention import Operands, Problem
-from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, softmax
+from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, reductions, softmax
 from jax_paged_attn.kernels.mosaic_gpu.layouts import MMA_ROWS, NUM_WARPS, MatrixUnit, along_rows, f32, full
 from jax_paged_attn.kernels.mosaic_gpu.page_loading import page_spec, window
 from jax_paged_attn.kernels.mosaic_gpu.rows import Row
 from jax_paged_attn.kernels.mosaic_gpu.shared_tile import SharedTile
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
-from jax_paged_attn.kernels.mosaic_gpu.wide_operands import WideOperands
 from jax_paged_attn.validation import LAYOUT_AXES
 
 INTERPRETED = testing.interpreting("mosaic_gpu")
@@ -162,19 +161,8 @@ def test_another_index_map_reads_other_pages(monkeypatch):
     assert not np.allclose(expected[0], as_in_table[0], atol=0.1)
 
 
-def wide_unit(dtype):
-    """The unit of large groups: scores may rise by its slack before weights follow them."""
-    tile = SharedTile.choose(dtype, MMA_ROWS, MMA_ROWS, swizzled=True)
-    return WideOperands(jnp.dtype(dtype), INTERPRETED, tile, tile, tile)
-
-
-# Of bfloat16 no weight is above 1 but for the slack; of float16 they use its range.
-UNITS = {
-    "bfloat16": MatrixUnit(jnp.dtype(jnp.bfloat16), INTERPRETED),
-    "float16": MatrixUnit(jnp.dtype(jnp.float16), INTERPRETED),
-    "bfloat16, wide": wide_unit(jnp.bfloat16),
-    "float16, wide": wide_unit(jnp.float16),
-}
+# Of float16, weights use the whole range.
+UNITS = {name: MatrixUnit(jnp.dtype(name), INTERPRETED) for name in ("bfloat16", "float16")}
 
 
 def online_softmax(scores, valid, values, unit):
@@ -186,7 +174,7 @@ def online_softmax(scores, valid, values, unit):
     batch, tiles, block_kv, heads = scores.shape
     layout = unit.acc
 
-    def body(*args, acc_smem, stats_smem, max_smem):
+    def body(*args, acc_smem, stats_smem, fold_smem):
         *tiles_gmem, acc_gmem, stats_gmem = args
         b = lax.axis_index("row")
 
@@ -194,13 +182,13 @@ def online_softmax(scores, valid, values, unit):
             acc, state = carry
             tile = [plgpu.load(ref.at[b, i], layout=layout, optimized=False) for ref in tiles_gmem]
             is_valid = None if valid is None else tile[2] > 0
-            state, acc, weights = state.update(unit, max_smem, acc, tile[0], is_valid)
+            state, acc, weights = state.update(unit, fold_smem, acc, tile[0], is_valid)
             return acc + weights * tile[1], state
 
         empty = (full((block_kv, heads), 0, layout), softmax.State.empty(heads))
         acc, state = lax.fori_loop(0, tiles, add_tile, empty)
         acc_smem[...] = acc
-        stats_smem[0] = state.weights.sum(axis=0)
+        stats_smem[0] = reductions.over_threads(unit, state.weights, "sum", fold_smem)
         stats_smem[1] = state.max_log2
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(acc_smem, acc_gmem.at[b])
@@ -208,7 +196,7 @@ def online_softmax(scores, valid, values, unit):
         plgpu.wait_smem_to_gmem(0)
 
     shapes = {"acc_smem": (block_kv, heads), "stats_smem": (2, heads)}
-    scratch = shapes | {"max_smem": (NUM_WARPS, heads)}
+    scratch = shapes | {"fold_smem": (NUM_WARPS, heads)}
     acc, stats = run(
         body,
         [jax.ShapeDtypeStruct((batch, *shape), f32) for shape in shapes.values()],
@@ -256,16 +244,14 @@ def check_softmax(scores, valid, values, unit):
     keys = np.ones(scores.shape, bool) if valid is None else valid > 0
     exact = np.where(keys, scores.astype(np.float64), -np.inf)
     some = keys.any(axis=(1, 2))
-    peak = np.where(some, exact.max(axis=(1, 2)) - unit.headroom, softmax.LOWEST).astype(np.float32)
-    if unit.slack:
-        assert ((max_log2 <= peak) & (max_log2 >= peak - unit.slack)).all()
-        assert (max_log2 < peak).any()
-    else:
-        np.testing.assert_array_equal(max_log2, peak)
+    headroom = unit.max_weight_log2 - softmax.SLACK
+    peak = np.where(some, exact.max(axis=(1, 2)) - headroom, softmax.LOWEST).astype(np.float32)
+    assert ((max_log2 <= peak) & (max_log2 >= peak - softmax.SLACK)).all()
+    assert (max_log2 < peak).any()
     peak = max_log2.astype(np.float64)
     weights = np.exp2(exact - peak[:, None, None])
     np.testing.assert_allclose(weight_sum, weights.sum(axis=(1, 2)), rtol=1e-5)
-    atol = 1e-4 * 2 ** (unit.headroom + unit.slack)
+    atol = 1e-4 * 2**unit.max_weight_log2
     np.testing.assert_allclose(acc, (weights * values).sum(axis=(1, 2)), rtol=1e-5, atol=atol)
     np.testing.assert_array_equal(weight_sum > 0, some)
 

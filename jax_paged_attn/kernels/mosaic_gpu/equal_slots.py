@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from .inline import FREE_BARRIER, address, asm, i32, int32, int64
+from .inline import address, array_of, asm, i32, int32, int64, meet
 from .integers import ceil_div, round_up
-from .layouts import THREADS, array_of
+from .layouts import THREADS
 
 # Of the hash table for each own token: the more, the fewer slots have to be looked for beyond their hash.
 ENTRIES_PER_TOKEN, MIN_ENTRIES = 8, 32
@@ -200,7 +200,7 @@ class EqualSlots:
         for first in range(0, 2 * self.entries, threads):
             entry = arith.minui(arith.addi(thread, i32(first)), i32(2 * self.entries - 1))
             _store_shared(i32(NO_SLOT), table, entry)  # and NO_TOKEN
-        self._meet()
+        meet(threads)
 
         self._enter(table, own_slot, arith.addi(begin, thread))
         more = arith.addi(thread, i32(threads))
@@ -209,7 +209,7 @@ class EqualSlots:
         def _(token: ir.Value) -> None:
             self._enter(table, self._slot(slots, token), token)
 
-        self._meet()
+        meet(threads)
 
         def overwrite(some: list[ir.Value]) -> None:
             keys = [_load_shared(table, self._hash(slot)) for slot in some]
@@ -226,7 +226,7 @@ class EqualSlots:
         def _(token: ir.Value) -> None:
             overwrite(self._slots(slots, token))
 
-        self._meet()
+        meet(threads)
 
         def keep(offset: ir.Value, slot: ir.Value) -> None:
             last = self._last(table, slot)
@@ -239,11 +239,6 @@ class EqualSlots:
         @_strided(more, count, threads)
         def _(offset: ir.Value) -> None:
             keep(offset, self._slot(slots, arith.addi(begin, offset)))
-
-    def _meet(self) -> None:
-        """Wait for all threads of the block."""
-        threads = self.warpgroups * THREADS
-        asm([], f"barrier.cta.sync {FREE_BARRIER}, {threads};", "~{memory}", [], has_side_effects=True)
 
     def _hash(self, slot: ir.Value) -> ir.Value:
         """The entry that a slot is looked for at first, as in `PROBE`."""
