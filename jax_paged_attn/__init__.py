@@ -16,6 +16,7 @@ from jax_paged_attn.page_table import PageTable as PageTable
 from jax_paged_attn.paged import paged_attention as paged_attention
 from jax_paged_attn.quantize import kv_quantize as kv_quantize
 from jax_paged_attn.quantize import kv_scale as kv_scale
+from jax_paged_attn.ragged import ragged_paged_attention as ragged_paged_attention
 from jax_paged_attn.rope import Llama3Scaling as Llama3Scaling
 from jax_paged_attn.rope import YarnScaling as YarnScaling
 from jax_paged_attn.rope import apply_rope as apply_rope
@@ -39,6 +40,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "paged_attention",
+    "ragged_paged_attention",
     "reference",
     "rope_append_paged_kv",
     "rope_cos_sin",
