@@ -5,6 +5,7 @@ from jax_paged_attn.append import append_kv as append_kv
 from jax_paged_attn.append import append_paged_kv as append_paged_kv
 from jax_paged_attn.append import rope_append_paged_kv as rope_append_paged_kv
 from jax_paged_attn.append import slot_mapping as slot_mapping
+from jax_paged_attn.cascade import cascade_attention as cascade_attention
 from jax_paged_attn.decode import decode_attention as decode_attention
 from jax_paged_attn.dispatch import explain as explain
 from jax_paged_attn.merge import merge_state as merge_state
@@ -32,6 +33,7 @@ __all__ = [
     "append_kv",
     "append_paged_kv",
     "apply_rope",
+    "cascade_attention",
     "copy_pages",
     "decode_attention",
     "explain",

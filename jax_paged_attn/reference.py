@@ -5,6 +5,8 @@ precision of matrix products, whatever the dtype of its inputs. It returns float
 their dtype. A row is gathered whole; tokens are written one after the other.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +87,49 @@ def ragged_paged_attention(
     )
     lse = jnp.where(owned[:, None], lse[:, 0], -jnp.inf)  # no row, no sink
     return (out[:, 0], lse) if return_lse else out[:, 0]
+
+
+def cascade_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    levels: Sequence[tuple[PageTable, ArrayLike]],
+    *,
+    window_left: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    causal: bool = True,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.cascade_attention`: every query token a row at every level, states merged.
+
+    Differentiable as `paged_attention`, whose other `options` it takes.
+    """
+    q = jnp.asarray(q)
+    page_size = _page_size(q, k_pages, kv_layout)
+    rows = [_rows_of_tokens(*level, q.shape[0], page_size) for level in levels]
+    *_, (_, owned, last) = rows
+    before = list(
+        itertools.accumulate([table.kv_lens for table, *_ in rows], initial=jnp.zeros_like(last.row))
+    )
+    position = before[len(rows) - 1] + last.position  # in the whole sequence
+    zeros, states = jnp.zeros_like(last.row), []
+    for level, (table, *_) in enumerate(rows):
+        only_last: dict[str, Any] = {"causal": False}
+        if level == len(rows) - 1:
+            only_last = {"causal": causal, "window_left": window_left}
+        of_level = None if mask is None or level < len(rows) - 1 else jnp.asarray(mask)[:, None]
+        queries = (position - before[level])[:, None]
+        arguments = q[:, None], k_pages, v_pages, table, queries, of_level, zeros
+        states.append(_attention(*arguments, kv_layout=kv_layout, **only_last, **options))
+    if sinks is not None:
+        out, lse = states[-1]
+        states.append((jnp.zeros_like(out), jnp.broadcast_to(jnp.asarray(sinks, jnp.float32), lse.shape)))
+    out, lse = (x[:, 0] for x in merge_states(*(jnp.stack(x) for x in zip(*states, strict=True))))
+    out, lse = jnp.where(owned[:, None, None], out, 0.0), jnp.where(owned[:, None], lse, -jnp.inf)
+    return (out, lse) if return_lse else out
 
 
 def _page_size(q: jax.Array, k_pages: ArrayLike, kv_layout: str) -> int:
