@@ -107,11 +107,10 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 # What models use, and all of it at once.
 _GEMMA2 = {"soft_cap": 5.0, "window_left": 40}
 _ALL: dict[str, Any] = {**_GEMMA2, "alibi": True, "sinks": True}
-_MODIFIERS = ("mosaic_gpu",)
-_SEVERAL_QUERIES = ("mosaic_gpu",)
 _RAGGED = ("mosaic_gpu",)
 _TOKENS_OF_NO_ROW = 3
 
+_MANY_QUERIES = _LONG_MASKS = ("mosaic_gpu",)
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
@@ -262,27 +261,27 @@ CASES = (
     ),
     Case("e4m3_many_rows", tuple(range(300)), 4, 1, cache_dtypes=_E4M3, scale="head"),
     Case("e4m3_long", (4092, 4096, 192, 8191), 32, 8, head_dim=128, cache_dtypes=_E4M3, scale="head"),
-    Case("cap", soft_cap=2.0, refused_by=_MODIFIERS),
-    Case("cap_large_scores", soft_cap=30.0, sm_scale=400.0, refused_by=_MODIFIERS),
-    Case("window", (0, 5, 64, 131, 300), window_left=20, refused_by=_MODIFIERS, newest=True),
-    Case("window_0_page_12", (0, 1, 12, 77), window_left=0, page_size=12, refused_by=_MODIFIERS),
-    Case("window_wide", (5, 300), window_left=2**31 - 1, refused_by=_MODIFIERS),
+    Case("cap", soft_cap=2.0),
+    Case("cap_large_scores", soft_cap=30.0, sm_scale=400.0, interpret=True),
+    Case("window", (0, 5, 64, 131, 300), window_left=20, newest=True),
+    Case("window_0_page_12", (0, 1, 12, 77), window_left=0, page_size=12),
+    Case("window_wide", (5, 300), window_left=2**31 - 1),
     Case(
         "window_starts_splits",
         (300, 0, 130, 7),
         kv_starts=(250, 0, 1, 6),
         window_left=77,
         num_splits=3,
-        refused_by=_MODIFIERS,
+        interpret=True,
     ),
-    Case("window_many_rows", tuple(range(0, 320, 8)), 4, 1, window_left=63, refused_by=_MODIFIERS),
+    Case("window_many_rows", tuple(range(0, 320, 8)), 4, 1, window_left=63, interpret=True),
     Case(
         "window_page_544_nhd",
         (64, 545, 700),
         window_left=100,
         page_size=544,
         kv_layout="NHD",
-        refused_by=_MODIFIERS,
+        interpret=True,
     ),
     Case(
         "window_contiguous",
@@ -290,15 +289,13 @@ CASES = (
         page_size=200,
         contiguous=True,
         window_left=30,
-        refused_by=_MODIFIERS,
+        interpret=True,
     ),
-    Case("alibi_group_3", (0, 5, 131), 9, 3, alibi=True, refused_by=_MODIFIERS),
-    Case("sinks", sinks=True, refused_by=_MODIFIERS),
-    Case(
-        "sinks_splits_5", (700, 3, 0), 8, 1, sinks=True, num_splits=5, kv_layout="HPND", refused_by=_MODIFIERS
-    ),
-    Case("sinks_e4m3_token", cache_dtypes=_E4M3, scale="token", sinks=True, refused_by=_MODIFIERS),
-    Case("all", **_ALL, refused_by=_MODIFIERS, newest=True),
+    Case("alibi_group_3", (0, 5, 131), 9, 3, alibi=True),
+    Case("sinks", sinks=True),
+    Case("sinks_splits_5", (700, 3, 0), 8, 1, sinks=True, num_splits=5, kv_layout="HPND", interpret=True),
+    Case("sinks_e4m3_token", cache_dtypes=_E4M3, scale="token", sinks=True),
+    Case("all", **_ALL, interpret=True, newest=True),
     Case(
         "all_float16_starts_splits",
         (300, 0, 131),
@@ -306,24 +303,24 @@ CASES = (
         dtype="float16",
         kv_starts=(280, 0, 50),
         num_splits=2,
-        refused_by=_MODIFIERS,
+        interpret=True,
     ),
-    Case("all_group_71", (5, 200), 71, 1, **_ALL, refused_by=_MODIFIERS),
-    Case("all_int8_head", cache_dtypes=_INT8, scale="head", head_dim=80, **_ALL, refused_by=_MODIFIERS),
+    Case("all_group_71", (5, 200), 71, 1, **_ALL, interpret=True),
+    Case("all_int8_head", cache_dtypes=_INT8, scale="head", head_dim=80, **_ALL, interpret=True),
     Case(
         "all_e4m3_token_nhd",
         cache_dtypes=_E4M3,
         scale="token",
         kv_layout="NHD",
         **_ALL,
-        refused_by=_MODIFIERS,
+        interpret=True,
     ),
-    Case("queries_4", q_len=4, refused_by=_SEVERAL_QUERIES, newest=True),
+    Case("queries_4", q_len=4, interpret=True, newest=True),
     Case("queries_1_axis", q_len=1),
-    Case("queries_4_short", (2, 0, 4, 5), q_len=4, refused_by=_SEVERAL_QUERIES),
-    Case("queries_3_all_group_3", (300, 2, 0), 9, 3, q_len=3, **_ALL, refused_by=_SEVERAL_QUERIES),
-    Case("queries_4_not_causal", q_len=4, causal=False, window_left=9, refused_by=_SEVERAL_QUERIES),
-    Case("queries_5_tree", (0, 3, 70, 131), q_len=5, mask_len=5, refused_by=_SEVERAL_QUERIES, newest=True),
+    Case("queries_4_short", (2, 0, 4, 5), q_len=4, interpret=True),
+    Case("queries_3_all_group_3", (300, 2, 0), 9, 3, q_len=3, **_ALL, interpret=True),
+    Case("queries_4_not_causal", q_len=4, causal=False, window_left=9, interpret=True),
+    Case("queries_5_tree", (0, 3, 70, 131), q_len=5, mask_len=5, newest=True),
     Case(
         "queries_5_tree_all_starts",
         (130, 3, 300),
@@ -331,7 +328,7 @@ CASES = (
         mask_len=12,
         **_ALL,
         kv_starts=(125, 0, 7),
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
     Case(
         "queries_tree_not_causal",
@@ -340,16 +337,15 @@ CASES = (
         mask_len=7,
         causal=False,
         num_splits=2,
-        refused_by=_SEVERAL_QUERIES,
     ),
-    Case("mask_of_one_query", (0, 3, 70, 131), mask_len=9, window_left=20, refused_by=_MODIFIERS),
+    Case("mask_of_one_query", (0, 3, 70, 131), mask_len=9, window_left=20, interpret=True),
     Case(
         "queries_4_e4m3_token",
         q_len=4,
         cache_dtypes=_E4M3,
         scale="token",
         sinks=True,
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
     Case(
         "queries_4_int8_hpnd",
@@ -358,7 +354,6 @@ CASES = (
         scale="head",
         kv_layout="HPND",
         **_ALL,
-        refused_by=_SEVERAL_QUERIES,
     ),
     Case(
         "queries_7_contiguous_nhd",
@@ -368,10 +363,20 @@ CASES = (
         contiguous=True,
         q_len=7,
         window_left=30,
-        refused_by=_SEVERAL_QUERIES,
+        interpret=True,
     ),
-    Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96, refused_by=_SEVERAL_QUERIES),
-    Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_SEVERAL_QUERIES),
+    Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96),
+    Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_MANY_QUERIES),
+    Case(
+        "queries_20_tree_two_words",
+        (100, 10),
+        q_len=20,
+        mask_len=40,
+        window_left=50,
+        head_dim=128,
+        interpret=True,
+    ),
+    Case("mask_of_200", (131, 250), q_len=3, mask_len=200, refused_by=_LONG_MASKS),
     Case(
         "queries_4_float32_csr",
         (5, 0, 33, 64),

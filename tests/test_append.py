@@ -31,7 +31,6 @@ from jax_paged_attn import (
     testing,
 )
 from jax_paged_attn.kernels.mosaic_gpu import append as kernel
-from jax_paged_attn.kernels.mosaic_gpu import equal_slots
 from jax_paged_attn.kernels.mosaic_gpu.append import Config
 from jax_paged_attn.testing_append import append_case, append_runs, assert_appended, make_append_inputs
 from jax_paged_attn.validation import LAYOUT_AXES
@@ -99,36 +98,29 @@ def check_equal_slots(slots, config):
     [
         (1024, Config(16, 4, 3)),
         (1152, Config(8, 2, 99)),
-        (1100, Config(16, 1, 3)),
+        (1100, Config(16, 1, 3, 3)),
         (1100, Config(8, 2, 3, 2)),
+        (700, Config(2, 1, 1)),
     ],
 )
-def test_equal_slots_far_apart_in_the_kernel(monkeypatch, num_tokens, config):
-    """Pairs in every pair of windows, slots coming in several copies; all other tokens are kept."""
-    monkeypatch.setattr(equal_slots, "COPY_ROWS", 4)
+def test_equal_slots_far_apart_in_the_kernel(num_tokens, config):
+    """Pairs at many distances, within a tile, a block, and across blocks; all other tokens are kept."""
     rng = np.random.default_rng(num_tokens)
     slots = rng.permutation(2 * num_tokens)[:num_tokens]
-    window = equal_slots.WINDOW_SLOTS
-    for distance in (1, 7, 127, 128, window - 1, window, window + 1, num_tokens - 40):
+    for distance in (1, 7, 127, 128, 300, num_tokens - 40):
         first = rng.integers(0, num_tokens - distance, 3)
         slots[first] = slots[first + distance]
     slots[-1] = slots[0]
-    jax.clear_caches()  # COPY_ROWS is no part of any cache's key
+    slots[100:104] = -1
     check_equal_slots(slots, config)
-    jax.clear_caches()
 
 
-@pytest.mark.parametrize("offset", [0, 5])  # a tile's tokens lie in one page, or in two
-@pytest.mark.parametrize("warpgroups", [1, 4])
-def test_equal_slots_among_whole_pages(offset, warpgroups):
-    """Most tiles need no pairs compared; those that do are of the first or of the second page of a tile."""
-    page, num_pages = 16, 50
-    pages = np.random.default_rng(offset).permutation(num_pages)
-    slots = (pages[:, None] * page + np.arange(page)).reshape(-1)[offset:]
-    for first, later in ((1, 700), (14, 500), (100, 400), (300, 790)):
-        slots[later] = slots[first]
-    slots[600:608] = -1
-    check_equal_slots(slots, Config(16, warpgroups, 4))
+def test_equal_slots_whose_hashes_meet():
+    """Multiples of a large power of two have few hashes, so that entries of the table are passed by."""
+    few = np.arange(64) * 2**14
+    slots = np.concatenate([few, few[::3], np.arange(40)])
+    check_equal_slots(slots, Config(16, 4, 1))
+    check_equal_slots(np.full(70, 5), Config(4, 1, 3))
 
 
 def test_default_config():

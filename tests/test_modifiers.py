@@ -403,9 +403,14 @@ def test_no_transfer_that_was_not_asked_for():
         paged_attention(*args, window_left=3, soft_cap=5.0)
 
 
-def test_a_kernel_that_cannot_says_what(monkeypatch):
-    args = inputs(lead=(4, 3))
-    record = explain(paged_attention, *args, mask=jnp.ones((4, 3, 3), bool), target="sm_90")
-    reasons = dict(record.passed_over)
+@pytest.mark.parametrize(
+    ("q_len", "options", "reason"),
+    [
+        (3, {"mask": jnp.ones((4, 3, 129), bool)}, "a mask of 129 keys unsupported; supported: 128"),
+        (257, {}, "514 queries a kv head, of 257 tokens, unsupported; supported: 512"),
+    ],
+)
+def test_a_kernel_that_cannot_says_why(q_len, options, reason):
+    record = explain(paged_attention, *inputs(lead=(4, q_len)), **options, target="sm_90")
     assert record.implementation == "xla"
-    assert "unsupported; supported: " in reasons["mosaic_gpu"]
+    assert dict(record.passed_over)["mosaic_gpu"] == reason

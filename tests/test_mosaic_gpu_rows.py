@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn import testing
 from jax_paged_attn.kernels.mosaic_gpu.rows import BatchRows, Table, VectorRows
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
+from jax_paged_attn.kernels.mosaic_gpu.window import Window
 
 i32 = jnp.int32
 NUM_ENTRIES = 40
@@ -24,7 +25,7 @@ def clip(x, low, high):
 
 
 class RowsByHand:
-    def __init__(self, table: Table, tiling: Tiling):
+    def __init__(self, table: Table, tiling: Tiling, window_left: int | None = None):
         self.tiling = tiling
         kv_lens = np.asarray(table.kv_lens).tolist()
         if table.indices is None:  # a row is a page
@@ -39,6 +40,8 @@ class RowsByHand:
             at = clip(at, 0, num_entries)
             kv_len = clip(kv_len, 0, clip(pages, 0, num_entries - at) * tiling.page_size)
             last_key = max(kv_len - 1, 0)
+            if window_left is not None and window_left >= 0:
+                start = max(start, last_key - window_left)
             first, last = tiling.tile_of(clip(start, 0, last_key)), tiling.tile_of(last_key)
             self.rows.append((at, kv_len, first, last + 1))
         self.before = list(itertools.accumulate((row[3] - row[2] for row in self.rows), initial=0))
@@ -70,16 +73,17 @@ def hostile_table(batch, page_size, has_kv_starts, contiguous=False):
 @pytest.mark.parametrize("page_size", [1, 12, 64, 100, 544])
 @pytest.mark.parametrize("has_kv_starts", [False, True])
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_batch_rows(page_size, has_kv_starts, contiguous):
+@pytest.mark.parametrize("window_left", [None, 70])
+def test_batch_rows(page_size, has_kv_starts, contiguous, window_left):
     batch, tiling = 29, Tiling.choose(page_size, 64, 128)
     table = hostile_table(batch, page_size, has_kv_starts, contiguous)
-    by_hand = RowsByHand(table, tiling)
+    by_hand = RowsByHand(table, tiling, window_left)
     b = jnp.arange(batch, dtype=i32)
     tiles = jnp.arange(by_hand.total + 1, dtype=i32)
 
     @jax.jit
     def read():
-        rows = BatchRows(table, tiling, batch)
+        rows = BatchRows(table, tiling, batch, Window(left=None if window_left is None else i32(window_left)))
         return jax.vmap(rows.row)(b), rows.total(), jax.vmap(rows.find)(tiles), rows.row(i32(batch))
 
     row, total, (found, before), past_the_batch = read()
@@ -95,22 +99,22 @@ def test_batch_rows(page_size, has_kv_starts, contiguous):
 
 
 @pytest.mark.parametrize(
-    ("batch", "has_kv_starts", "contiguous"),
+    ("batch", "has_kv_starts", "contiguous", "window_left"),
     [
-        (33, False, False),
-        pytest.param(33, True, False, marks=pytest.mark.newest),
-        (128, True, False),
-        (129, False, False),
-        (300, True, False),
-        (40, False, True),
-        (200, True, True),
+        (33, False, False, None),
+        pytest.param(33, True, False, None, marks=pytest.mark.newest),
+        (128, True, False, -1),
+        (129, False, False, 0),
+        (300, True, False, 100),
+        (40, False, True, None),
+        (200, True, True, 2**31 - 1),
     ],
 )
-def test_vector_rows(batch, has_kv_starts, contiguous):
+def test_vector_rows(batch, has_kv_starts, contiguous, window_left):
     page_size, parts, queries = 300 if contiguous else 12, 2, 8
     tiling = Tiling.choose(page_size, 64, 128)
     table = hostile_table(batch, page_size, has_kv_starts, contiguous)
-    by_hand = RowsByHand(table, tiling)
+    by_hand = RowsByHand(table, tiling, window_left)
     rng = np.random.default_rng(batch)
     some = rng.integers(0, by_hand.total, parts * queries - 4)
     tiles = np.array([0, 1, by_hand.total - 1, by_hand.total, *some], np.int32)
@@ -118,7 +122,11 @@ def test_vector_rows(batch, has_kv_starts, contiguous):
     def body(tiles_gmem, *args):
         table_gmem, (out_gmem, *scratch) = args[: len(fields)], args[len(fields) :]
         rows = VectorRows(
-            table._replace(**dict(zip(fields, table_gmem, strict=True))), tiling, batch, *scratch
+            table._replace(**dict(zip(fields, table_gmem, strict=True))),
+            tiling,
+            batch,
+            *scratch,
+            window=Window(left=None if window_left is None else i32(window_left)),
         )
         part = lax.axis_index("part")
 
@@ -152,6 +160,6 @@ def test_a_longer_table_moves_no_tile():
     ranges = []
     for pages in (19, 400):
         table = Table(lens, None, jnp.zeros(5 * pages, i32), pages * jnp.arange(5), jnp.full(5, pages))
-        row = jax.vmap(BatchRows(table, tiling, 5).row)(jnp.arange(5))
+        row = jax.vmap(BatchRows(table, tiling, 5, Window()).row)(jnp.arange(5))
         ranges.append((row.first_tile.tolist(), row.end_tile.tolist()))
     assert ranges[0] == ranges[1] == ([0] * 5, [1, 1, 1, 2, 5])

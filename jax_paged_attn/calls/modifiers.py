@@ -149,6 +149,11 @@ def _mask(value: Any, lead: tuple[int, ...]) -> Any:
     return None if mask.shape[-1] == 0 else mask.reshape(*(*lead, 1, 1)[:2], mask.shape[-1])
 
 
+def window_size(window_left: jax.Array) -> jax.Array:
+    """Replace a window that is off by the largest, which may be taken from any position of at least 0."""
+    return jnp.where(window_left < 0, jnp.int32(np.iinfo(np.int32).max), window_left)
+
+
 def first_visible(
     q_len: int | jax.Array,
     mask_len: int,
@@ -167,9 +172,7 @@ def first_visible(
     """
     if window_left is None:
         return kv_starts
-    # A window of 2**31 - 1 keys doesn't overflow where the query's position is at least 0.
-    first = jnp.maximum(jnp.maximum(kv_lens - q_len, 0) - window_left, 0)
-    first = jnp.where(window_left < 0, jnp.zeros_like(first), first)
+    first = jnp.maximum(jnp.maximum(kv_lens - q_len, 0) - window_size(window_left), 0)
     if mask_len:
         first = jnp.minimum(first, jnp.maximum(kv_lens - mask_len, 0))
     return first if kv_starts is None else jnp.maximum(first, kv_starts)

@@ -55,7 +55,11 @@ class Attention:
     stacked: bool = False  # called in a scan, whose iterations' results are stacked
     cache_dtype: str | None = None  # dtype
     scale: str | None = None  # what the scales of a quantized cache belong to: "head" or "token"
+    modifiers: tuple[str, ...] = ()  # traced ones, but for `kv_starts`
+    q_len: int | None = None  # one token a row, without an axis of its own
+    mask_len: int = 20
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
+    spilled: int = 0  # bytes at most: of values that wait for a row's end while its tiles take all registers
 
     def traceable(self) -> Traceable:
         page_size = self.page_size or self.max_kv_len
@@ -63,7 +67,15 @@ class Attention:
         cache = pool_shape(
             self.kv_layout, self.batch * pages_per_row, self.num_kv_heads, page_size, self.head_dim
         )
-        q = shape((self.batch, self.num_q_heads, self.head_dim), self.dtype)
+        lead = (self.batch,) if self.q_len is None else (self.batch, self.q_len)
+        q = shape((*lead, self.num_q_heads, self.head_dim), self.dtype)
+        of_modifiers = {
+            "soft_cap": shape((), jnp.float32),
+            "window_left": shape((), jnp.int32),
+            "alibi_slopes": shape((self.num_q_heads,), jnp.float32),
+            "sinks": shape((self.num_q_heads,), jnp.float32),
+            "mask": shape((*lead, self.mask_len), jnp.bool_),
+        }
         cache_dtype = self.cache_dtype or self.dtype
         k, v = (
             shape((*cache[:-1], dim), cache_dtype)
@@ -79,14 +91,17 @@ class Attention:
             block_tables = shape((self.batch, pages_per_row), jnp.int32)
             where = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
 
-        def call(q, k, v, where, kv_starts, scales, **more):
+        def call(q, k, v, where, kv_starts, scales, modifiers, **more):
             k_scale, v_scale = scales
             options = dict(self.options, kv_layout=self.kv_layout, k_scale=k_scale, v_scale=v_scale)
-            return function(q, k, v, where, kv_starts=kv_starts, **options, **more)
+            return function(q, k, v, where, kv_starts=kv_starts, **modifiers, **options, **more)
 
         return Traceable(
             stacked(call) if self.stacked else call,
-            (q, k, v, where, lens if self.kv_starts else None, scales),
+            (
+                *(q, k, v, where, lens if self.kv_starts else None, scales),
+                {name: of_modifiers[name] for name in self.modifiers},
+            ),
         )
 
 
@@ -283,9 +298,11 @@ CALLS["scan"] = (
 CALLS["limits"] = (
     # Most registers: the most query heads of a tile, in registers and in shared memory.
     Attention(32, 2, 256, options=(("return_lse", True),)),
-    Attention(72, 1, 64),
-    Attention(96, 2, 128, kv_starts=True),
-    Attention(40, 1, 192, v_head_dim=128, kv_layout="NHD"),
+    Attention(80, 1, 64, kv_starts=True, options=(("return_lse", True),)),
+    Attention(71, 1, 128, dtype="float16"),
+    Attention(71, 1, 128, options=(("num_splits", 4),)),
+    Attention(71, 1, 128, kv_starts=True, options=(("return_lse", True),), spilled=80),
+    Attention(56, 1, 192, v_head_dim=128, kv_layout="NHD"),
     Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
     Attention(16, 16, 16, v_head_dim=256),
@@ -306,8 +323,58 @@ CALLS["quantized"] = (
     INT8(32, 2, 192, scale="token", options=(("return_lse", True),)),
     INT8(64, 2, 256, scale="token"),
     E4M3(71, 1, 64, dtype="float16"),
+    E4M3(32, 8, 64),
     INT8(9, 3, 64, page_size=None, scale="head"),
     E4M3(32, 8, 80, v_head_dim=48, options=(("num_splits", 4),)),
+)
+ALL = ("soft_cap", "window_left", "alibi_slopes", "sinks")
+CALLS["modifiers"] = (
+    Attention(*llama, modifiers=("window_left",)),
+    Attention(*llama, modifiers=ALL, options=(("return_lse", True),)),
+    Attention(*llama, modifiers=ALL, page_size=12, kv_layout="NHD"),
+    Attention(*llama, modifiers=ALL, page_size=None, batch=512, kv_starts=True),
+    Attention(*llama, modifiers=ALL, dtype="float16", options=(("num_splits", 4),)),
+    Attention(16, 8, 256, modifiers=("soft_cap", "window_left"), kv_starts=True),
+    Attention(64, 8, 64, modifiers=("window_left", "sinks"), options=(("return_lse", True),)),
+    Attention(32, 2, 256, modifiers=ALL, kv_starts=True, options=(("return_lse", True),)),
+    Attention(71, 1, 64, modifiers=ALL),
+    Attention(72, 1, 64, modifiers=ALL, kv_starts=True),
+    Attention(96, 2, 128, modifiers=ALL),
+    Attention(72, 1, 128, modifiers=("sinks", "window_left")),
+    Attention(56, 1, 192, modifiers=ALL),
+    Attention(40, 1, 192, v_head_dim=128, modifiers=ALL, kv_layout="NHD"),
+    Attention(64, 2, 256, modifiers=ALL),
+    E4M3(*llama, modifiers=ALL),
+    E4M3(*llama, modifiers=ALL, scale="token", kv_starts=True),
+    INT8(64, 2, 256, modifiers=ALL, scale="token", kv_starts=True),
+    INT8(32, 2, 192, modifiers=ALL, scale="head", options=(("return_lse", True),)),
+    E5M2(64, 4, 128, modifiers=ALL, kv_layout="NHD"),
+)
+CALLS["queries"] = (
+    Attention(*llama, q_len=2),
+    Attention(*llama, q_len=4, options=(("return_lse", True),)),
+    Attention(*llama, q_len=4, modifiers=ALL, options=(("return_lse", True),)),
+    Attention(*llama, q_len=4, modifiers=(*ALL, "mask"), kv_starts=True),
+    Attention(*llama, q_len=8, modifiers=("mask",), mask_len=100),
+    Attention(*llama, q_len=8, options=(("causal", False),)),
+    Attention(*llama, q_len=16, modifiers=(*ALL, "mask")),
+    Attention(*llama, q_len=100, modifiers=("window_left",), page_size=64),
+    Attention(*llama, q_len=4, page_size=12, kv_layout="NHD", modifiers=ALL),
+    Attention(*llama, q_len=7, page_size=None, batch=512, kv_starts=True),
+    Attention(*llama, modifiers=("mask",)),
+    Attention(64, 8, 64, q_len=5, modifiers=("window_left", "sinks")),
+    Attention(16, 8, 256, q_len=4, modifiers=("soft_cap", "window_left")),
+    Attention(32, 2, 256, q_len=2, modifiers=(*ALL, "mask")),
+    Attention(*llama, q_len=12, modifiers=(*ALL, "mask"), kv_starts=True),
+    Attention(71, 1, 64, q_len=3, modifiers=(*ALL, "mask"), kv_starts=True),
+    Attention(48, 1, 128, q_len=3, modifiers=(*ALL, "mask")),
+    Attention(40, 1, 192, v_head_dim=128, q_len=2, modifiers=ALL),
+    E4M3(*llama, q_len=4),
+    E4M3(*llama, q_len=4, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
+    E4M3(*llama, q_len=2, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
+    E4M3(64, 2, 256, q_len=3, modifiers=(*ALL, "mask")),
+    INT8(64, 2, 256, q_len=3, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
+    E5M2(*llama, q_len=9, modifiers=ALL, kv_layout="NHD", scale="head"),
 )
 CALLS["append"] = (
     Append(),

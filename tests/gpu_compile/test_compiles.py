@@ -32,9 +32,11 @@ def test_compiles_without_spills_and_within_the_estimate(group):
             getattr(call, how, None) for how in ("stacked", "steps", "sliced", "tokens_sliced", "scanned")
         )
         if not (isinstance(call, DemoStep) or in_a_program):
-            assert result["other_kernels"] == [], call
+            # Several tokens' queries are brought together and their outputs apart again; masks become bits.
+            packs = getattr(call, "q_len", None) or "mask" in getattr(call, "modifiers", ())
+            assert {*result["other_kernels"]} <= ({"fusion"} if packs else set()), call
         for kernel, report in result["compiled"].items():
-            assert report["spilled"] == 0, (call, kernel, report)
+            assert report["spilled"] <= getattr(call, "spilled", 0), (call, kernel, report)
         if isinstance(call, DemoStep):  # of several kernels, `explain` tells about the first
             assert any("append" in name for name in result["smem_bytes"])
             assert any("decode" in name for name in result["smem_bytes"])

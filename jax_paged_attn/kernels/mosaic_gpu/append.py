@@ -25,28 +25,21 @@ from .append_plan import (
     smem_bytes,
     why_no_plan,
 )
-from .equal_slots import COLUMNS
-from .integers import ceil_div
+from .integers import ceil_div, round_up
 
 __all__ = ["Config", "default_config", "run", "usage", "why_not"]
 
-# A launch's slots lie in the shared memory of each block, in 64 KB; beyond, launches follow one another.
-MAX_TOKENS = 16384
-MAX_TOKENS_OF_LONG_ROWS = 2048  # where a tile's rows leave too little
-SMEM_BYTES = 232_448  # of a block on Hopper
+# Each block looks at all later slots of a launch: at so many that costs a twentieth of the whole.
+MAX_TOKENS = 65536
+TOKENS_STEP = 16  # a launch's tokens begin where vectors may
 # While so many blocks of a tile each run on a multiprocessor at a time, none waits for another.
 MAX_SMALL_BLOCKS = 8
 
 
 def tokens_per_launch(problem: Problem) -> int:
     """Tokens of each launch, equal but for the last."""
-    most = MAX_TOKENS
-    smallest = Plan(problem, Config(min_block_tokens(problem)), 0, min(most, problem.num_tokens))
-    if smem_bytes(smallest) > SMEM_BYTES:
-        most = MAX_TOKENS_OF_LONG_ROWS
-    tokens = ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, most))
-    step = min(COLUMNS, most)  # copies of slots begin at whole rows of them
-    return min(ceil_div(tokens, step) * step, problem.num_tokens)
+    launches = ceil_div(problem.num_tokens, MAX_TOKENS)
+    return min(round_up(ceil_div(problem.num_tokens, launches), TOKENS_STEP), problem.num_tokens)
 
 
 def one_launch(problem: Problem, config: Config) -> Plan:
@@ -83,14 +76,11 @@ def default_config(problem: Problem, target: Target) -> Config:
         workers = config.blocks * config.warpgroups
         return plan.tiles >= workers and smem_bytes(plan) <= target.smem_bytes
 
-    # On an H200, 16384 tokens of W2 took 39.7 to 40.3 us with one stage, whatever the tile, 38.7 with two.
-    # What is rotated or converted would leave less room for warpgroups, which that work needs.
-    plan = one_launch(problem, Config(least))
-    transforms = any(plan.converts(name) or plan.rotates(name) for name in plan.arrays)
+    # Warpgroups before stages before tokens: what is rotated or converted needs threads.
     choices = [
         Config(tokens, warpgroups, target.core_count, stages)
         for warpgroups in sorted(WARPGROUPS, reverse=True)
-        for stages in ((1,) if transforms else sorted(STAGES, reverse=True))
+        for stages in sorted(STAGES, reverse=True)
         for tokens in sorted(BLOCK_TOKENS, reverse=True)
         if tokens >= least
     ]

@@ -1,9 +1,9 @@
 """The append kernel: new tokens go through shared memory into their slots of the pools, in place.
 
-Each warpgroup of a block walks over tiles of a few tokens. While a tile's rows come, it finds out which of
-them a later token overwrites (`equal_slots.py`); then it rotates and rounds them where asked
-(`token_rows.py`), and sends each token's heads off in one copy for K and one for V. The other warpgroups'
-tiles come and go meanwhile.
+Each warpgroup of a block walks over tiles of a few tokens. While the first ones come, the block finds out
+which of its tokens a later one overwrites (`equal_slots.py`). Then each tile's rows are rotated and rounded
+where asked (`token_rows.py`), and each token's heads sent off in one copy for K and one for V, while other
+tiles come and go.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def launch(
     p, rotation = plan.problem, plan.problem.rotation
     x = operands
     inputs: dict[str, Any] = {
-        "slots": plan.equal_slots.operand(x.slots),
+        "slots": x.slots,
         "k": x.k_new.reshape(p.num_tokens * p.num_kv_heads, p.head_dim),
         "v": x.v_new.reshape(p.num_tokens * p.num_kv_heads, p.v_head_dim),
     }
@@ -53,7 +53,8 @@ def launch(
     def body(*args, **scratch):
         names = [f"{name}_gmem" for name in (*inputs, *refs_out, *outs)]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        _walk(plan, block, warpgroup, dict(zip(names, args, strict=True)) | scratch)
+        refs = dict(zip(names, args, strict=True)) | scratch
+        _walk(plan, block, warpgroup, refs, interpret=interpret is not None)
 
     results = plgpu.kernel(
         body,
@@ -74,7 +75,7 @@ def launch(
     return rotated.reshape(p.num_tokens, rotation.num_q_heads, p.head_dim)
 
 
-def _walk(plan: Plan, block: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
+def _walk(plan: Plan, block: Any, warpgroup: Any, refs: dict[str, Any], *, interpret: bool) -> None:
     """Bring and write each tile of a warpgroup; those of a block's warpgroups alternate."""
     warpgroups = plan.config.warpgroups
     begin, end = (div(part * plan.tiles, plan.blocks) for part in (block, block + 1))
@@ -96,30 +97,33 @@ def _walk(plan: Plan, block: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
         _load_tile(plan, first_token(tile), at_turn(turn))
 
     def write(tile, turn):
-        _write_tile(plan, first_token(tile), at_turn(turn))
+        _write_tile(plan, first_token(tile), (tile - begin) * plan.config.block_tokens, at_turn(turn))
 
-    def load_next(tile, turn):
-        """Wait until the tile that was written last has left, and begin to bring the next one."""
+    def load_after(tile, turn):
+        """Wait until the tile has left, and begin to bring the next one that takes its place."""
         if "token" in (plan.scale_kind("k"), plan.scale_kind("v")):
             plgpu.commit_smem()  # every warp has stored its scales
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(tile + warpgroups < end)(lambda: load(tile + warpgroups, turn + 1))
+        pl.when(tile + stages * warpgroups < end)(lambda: load(tile + stages * warpgroups, turn + stages))
 
     def step(turn, _):
         turn = turn.astype(i32)
         tile = first + turn * warpgroups
         if stages > 1:
-            load_next(tile, turn)
+            pl.when(turn > 0)(lambda: load_after(tile - warpgroups, turn - 1))
         write(tile, turn)
         if stages == 1:
-            load_next(tile, turn)
+            load_after(tile, turn)
 
+    own = refs["slots_gmem"], first_token(begin), (end - begin) * plan.config.block_tokens
+    fetched = plan.equal_slots.fetch(*own, interpret=interpret)
     if plan.one_tile_each:
         load(first, i32(0))
     else:
-        pl.when(first < end)(lambda: load(first, i32(0)))
-    plan.equal_slots.fetch(refs["slots_gmem"], first_token(begin), warpgroup, refs)
-    plgpu.barrier_wait(refs["slots_ready"])
+        for turn in range(stages):
+            tile = first + turn * warpgroups
+            pl.when(tile < end)(lambda tile=tile, turn=turn: load(tile, i32(turn)))
+    plan.equal_slots.find(fetched, *own, warpgroup, refs, interpret=interpret)
     if plan.one_tile_each:
         write(first, i32(0))
     else:
@@ -143,10 +147,9 @@ def _load_tile(plan: Plan, first_token: Any, refs: dict[str, Any]) -> None:
             _load_scales(plan, name, first_token, refs)
 
 
-def _write_tile(plan: Plan, first_token: Any, refs: dict[str, Any]) -> None:
-    """Begin to write a tile once its rows are there."""
+def _write_tile(plan: Plan, first_token: Any, first_own: Any, refs: dict[str, Any]) -> None:
+    """Begin to write a tile, which begins with the block's token `first_own`, once its rows are there."""
     p, tokens, rotation = plan.problem, plan.config.block_tokens, plan.problem.rotation
-    kept = plan.equal_slots.kept(first_token, p.num_slots, refs)
     if rotation is not None:
         _store_cos_sin(plan, refs)
     plgpu.barrier_wait(refs["rows_ready"])
@@ -157,9 +160,10 @@ def _write_tile(plan: Plan, first_token: Any, refs: dict[str, Any]) -> None:
         plan.rows("q").store(refs["q_smem"], refs["q_out_gmem"], first_token, p.num_tokens)
 
     def store(token, _):
-        @pl.when((lax.shift_right_logical(kept, token.astype(i32)) & 1) > 0)
+        slot = refs["kept_smem"][first_own + token]
+
+        @pl.when(slot >= 0)
         def _():
-            slot = plan.equal_slots.slot(first_token, token, refs)
             page, offset = div(slot, p.page_size), rem(slot, p.page_size)
             for name in ("k", "v"):
                 rows, source = plan.rows(name), refs[plan.stored_name(name)]

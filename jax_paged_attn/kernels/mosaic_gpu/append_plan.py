@@ -23,7 +23,7 @@ BLOCK_TOKENS = (2, 4, 8, 16)
 WARPGROUPS = (1, 2, 4)
 # Scales and positions come in copies that begin at multiples of 16 bytes.
 MIN_BLOCK_TOKENS_WITH_VECTORS = 4
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 COPY_VALUES = 256  # of a flat array in one copy at most
 COPY_BYTES = 16  # what copies move multiples of
 MAX_HEADS = 256  # rows of a copy
@@ -43,7 +43,7 @@ class Config:
     blocks : int
         Thread blocks at most, between which the tiles are divided.
     num_stages : int
-        Tiles that a warpgroup has in shared memory: 1, or 2, of which one comes while the other goes.
+        Tiles that a warpgroup has in shared memory, 1 to 3: one goes while the others come.
     """
 
     block_tokens: int = 4
@@ -93,8 +93,9 @@ class Plan:
 
     @property
     def equal_slots(self) -> EqualSlots:
-        tokens, config = self.problem.num_tokens, self.config
-        return EqualSlots(tokens, self.start, self.end, config.block_tokens, config.warpgroups)
+        tiles = ceil_div(self.tiles, self.blocks)
+        own_tokens = tiles * self.config.block_tokens
+        return EqualSlots(self.start, self.end, self.problem.num_slots, own_tokens, self.config.warpgroups)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ class Plan:
     def warpgroup_scratch(self) -> dict[str, Any]:
         """What each warpgroup has of its own besides, at its index."""
         warpgroups = self.config.warpgroups
-        types = self.equal_slots.warpgroup_scratch()
+        types: dict[str, Any] = {}
         for name in self.arrays:
             if self.converts(name):
                 types[f"{name}_stored_smem"] = self.rows(name).scratch(warpgroups, self.pool_dtype(name))

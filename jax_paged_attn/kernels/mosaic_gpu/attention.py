@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged_attn.calls.attention import Operands, Problem
 from jax_paged_attn.dispatch import varying_axes
 
+from . import mask_words
 from .config import default_config, rows_per_launch, usage, why_not
 from .decode_kernel import launch
 from .merge_kernel import merge
@@ -27,9 +29,9 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernel, then the merge of the rows it cut; `jax_paged_attn.kernels` has the contract."""
     q, k_pages, v_pages, page_table, sm_scale, k_scale, v_scale, modifiers = operands
-    q, kv_starts = q.reshape(problem.batch, problem.num_q_heads, problem.head_dim), modifiers.kv_starts
-    scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
-    scales = {name: scale.reshape(-1) for name, scale in scales.items() if scale is not None}
+    q, kv_starts = _by_kv_head(problem, q), modifiers.kv_starts
+    values = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale, **modifiers.of_the_call}
+    values = {name: value.reshape(-1) for name, value in values.items() if value is not None}
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     launches = []
     step = rows_per_launch(problem)
@@ -47,12 +49,29 @@ def run(
                 row_pages=page_table.row_pages[rows],
             )
         plan = Plan(dataclasses.replace(problem, batch=table.kv_lens.shape[0]), config)
-        results = launch(plan, q[rows], k_pages, v_pages, table, scales, interpret=params)
+        of_mask = {} if modifiers.mask is None else mask_words.pack(plan, modifiers.mask[rows])
+        results = launch(plan, q[rows], k_pages, v_pages, table, values | of_mask, interpret=params)
         if plan.cuts_rows:
-            results = merge(plan, results, scales, interpret=params)
+            results = merge(plan, results, values, interpret=params)
         launches.append((results["out"], results.get("lse")))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
-    joined = jax.tree.map(lambda x: x[:, None], joined)
+    joined = jax.tree.map(functools.partial(_by_token, problem), joined)
     # What a kernel makes counts as the same on all devices, which its operands may not be.
     axes = varying_axes(operands)
     return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), joined) if axes else joined
+
+
+def _by_kv_head(problem: Problem, q: jax.Array) -> jax.Array:
+    """[batch, q_len, num_q_heads, head_dim] -> [batch, num_kv_heads, queries of a kv head, head_dim]."""
+    q = q.reshape(*q.shape[:2], problem.num_kv_heads, problem.group_size, problem.head_dim)
+    q = q.swapaxes(1, 2) if problem.q_len > 1 else q
+    return q.reshape(problem.batch, problem.num_kv_heads, -1, problem.head_dim)
+
+
+def _by_token(problem: Problem, result: jax.Array) -> jax.Array:
+    """[batch, queries of all kv heads, ..] -> [batch, q_len, num_q_heads, ..]."""
+    of_heads = result.shape[2:]
+    if problem.q_len > 1:
+        by_kv_head = (problem.batch, problem.num_kv_heads, problem.q_len, problem.group_size)
+        result = result.reshape(*by_kv_head, *of_heads).swapaxes(1, 2)
+    return result.reshape(problem.batch, problem.q_len, problem.num_q_heads, *of_heads)

@@ -10,13 +10,14 @@ from jax_paged_attn.validation import QUANTIZED_DTYPES
 
 from .integers import ceil_div
 from .layouts import MMA_ROWS
+from .mask_words import MAX_WORDS, WORD
 from .plan import MAX_BLOCK_KV, MAX_PARTS, MAX_ROWS, Config, Plan
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
-MODIFIERS = ("kv_starts",)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 HEAD_DIM_BYTES = 16  # what copies move multiples of
+MAX_QUERIES = 512  # of several tokens: with more it is a prefill, which reads the cache too often here
 # Blocks a multiprocessor, tiles in flight in each, bytes of a tile of K and V. On an H200 more blocks, more
 # stages or larger tiles each lost 1 to 7% at head_dim 128; of 1-byte values smaller tiles, too.
 BLOCKS_PER_CORE = 2
@@ -68,11 +69,14 @@ def why_not(problem: Problem, target: Target) -> str | None:
         if dim % step or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             supported = f"multiples of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return f"{name} {dim} unsupported; supported: {supported}"
-    if problem.q_len != 1:
-        return f"{problem.q_len} query tokens a row unsupported; supported: 1"
-    if missing := ", ".join(name for name in problem.given if name not in MODIFIERS):
-        return f"{missing} unsupported; supported: {', '.join(MODIFIERS)}"
     smallest = Config(num_stages=1)
+    queries = Plan(problem, smallest).group_size
+    if queries > max(problem.group_size, MAX_QUERIES):
+        return (
+            f"{queries} queries a kv head, of {problem.q_len} tokens, unsupported; supported: {MAX_QUERIES}"
+        )
+    if problem.mask_len > MAX_WORDS * WORD:
+        return f"a mask of {problem.mask_len} keys unsupported; supported: {MAX_WORDS * WORD}"
     if problem.num_entries * problem.page_size >= 2**31 - MAX_BLOCK_KV:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
     num_scales = problem.num_pages * problem.page_size * problem.num_kv_heads
@@ -89,7 +93,7 @@ def why_not(problem: Problem, target: Target) -> str | None:
 def _block_kv(problem: Problem) -> int:
     """Keys of a tile of TILE_BYTES, or of fewer where pages would leave much of it unused."""
     plan = Plan(problem, Config())
-    if plan.wide:
+    if plan.wide or (problem.mask_len and plan.token_scaled):  # the latter for registers
         return MMA_ROWS
     row_bytes = (plan.k_columns + plan.v_columns) * problem.k_dtype.itemsize
     for block_kv in DEFAULT_BLOCK_KV:

@@ -1,4 +1,4 @@
-"""The decode kernel: one query token a row over a paged cache, Pallas Mosaic GPU.
+"""The decode kernel: one query token a row, or a few, over a paged cache, Pallas Mosaic GPU.
 
 Thread block (part, head) walks part `part` of the list of (row, tile) for one kv head and some of its query
 heads. A row that lies in one part is written as it finishes; a row cut by the ends of parts leaves float32
@@ -9,6 +9,7 @@ products. `layouts.py` has those of 16-bit caches, `byte_operands.py` those of q
 `wide_operands.py` those of large groups.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,13 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.validation import LAYOUT_AXES
 
-from . import softmax
+from . import mask_words, softmax
+from .columns import Columns
 from .integers import rem
 from .layouts import along_columns, along_rows, f32, full
 from .output import find_head_tile, store_output
 from .page_loading import TileLoader, entry_spec, page_spec
 from .plan import Plan
 from .rows import BatchRows, Table, VectorRows
+from .scores import SoftCap
 from .shared_memory import scratch_types
 from .token_scales import TokenScales, value_bias
 from .wide_operands import WideOperands
@@ -40,11 +43,17 @@ def launch(
     k_pages: Any,
     v_pages: Any,
     table: Table,
-    scales: dict[str, jax.Array],
+    values: dict[str, jax.Array],
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel; `scales` are "sm_scale" and, where there are such, "k_scale", "v_scale", flat.
+    """Launch the kernel.
+
+    Parameters
+    ----------
+    q : [batch, num_kv_heads, queries of a kv head, head_dim]
+    values
+        "sm_scale" and, where there are such, other scales and modifiers, flat; and the words of a mask.
 
     Returns
     -------
@@ -55,34 +64,42 @@ def launch(
     """
     p, tiling = plan.problem, plan.tiling
     unit = plan.operands(interpret=interpret is not None)
-    block_kv, heads = plan.config.block_kv, plan.tile_heads
+    block_kv, heads, num_words = plan.config.block_kv, plan.tile_heads, mask_words.num_words(p.mask_len)
     table_arrays = table.arrays()
-    grouped = q.reshape(p.batch, p.num_kv_heads, p.group_size, p.head_dim)
-    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *scales.values()]
+    operands = [q, k_pages, v_pages, *table_arrays.values(), *values.values()]
     partials = plan.partial_shapes()
-    out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
+    out_types = {"out": jax.ShapeDtypeStruct((p.batch, plan.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
-        out_types["lse"] = jax.ShapeDtypeStruct((p.batch, p.num_q_heads), f32)
+        out_types["lse"] = jax.ShapeDtypeStruct((p.batch, plan.num_q_heads), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in partials.items()}
     if plan.cuts_rows:
         out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
+        if plan.wide:
+            scratch["q_smem"], scratch["out_smem"] = scratch.pop("q_or_out_smem")
         table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
-        names = [f"{name}_gmem" for name in (*scales, *out_types)]
+        names = [f"{name}_gmem" for name in (*values, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, _, head_tile = find_head_tile(plan, head)
-        scale_log2 = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
+        columns = Columns(heads, p.group_size, kv_head, head_tile * heads)
+        window = plan.window
+        if "window_left" in p.given:
+            window = dataclasses.replace(window, left=refs["window_left_gmem"][0])
+        soft_cap = SoftCap.of(refs["soft_cap_gmem"][0]) if "soft_cap" in p.given else None
+        scale = refs["sm_scale_gmem"][0] * f32(softmax.LOG2_E)
+        if soft_cap is not None:
+            scale = refs["sm_scale_gmem"][0] / soft_cap.size
         if p.k_scale == "head":
-            scale_log2 *= refs["k_scale_gmem"][kv_head]
+            scale *= refs["k_scale_gmem"][kv_head]
 
         if plan.vector_rows:
             memory = (scratch["rows_smem"], scratch["sums_smem"], scratch["rows_ready"])
-            rows = VectorRows(table_gmem, tiling, p.batch, *memory)
+            rows = VectorRows(table_gmem, tiling, p.batch, *memory, window)
         else:
-            rows = BatchRows(table_gmem, tiling, p.batch)
+            rows = BatchRows(table_gmem, tiling, p.batch, window)
         cuts = plan.schedule.cuts(rows)
         run = cuts.run(part)
 
@@ -116,11 +133,38 @@ def launch(
             )
 
         def valid_keys(row, tile, key):
+            """Which rows of a tile are keys that a query may see, as far as ranges tell; their positions."""
             position, is_key = tiling.position_of(tile, key)
             valid = position < row.kv_len
             if row.kv_start is not None:
                 valid &= position >= row.kv_start
-            return valid if is_key is None else valid & is_key
+            return valid if is_key is None else valid & is_key, position
+
+        def seen_keys(row, tile, key):
+            """Which rows of a tile are keys that some query sees."""
+            valid, position = valid_keys(row, tile, key)
+            if p.mask_len and jnp.issubdtype(p.v_dtype, jnp.floating):  # integers have no NaN to keep out
+                column = position - (row.kv_len - p.mask_len)
+                seen = refs["mask_seen_gmem"].at[row.index]
+                drafted = mask_words.bit(lambda w: jnp.full_like(column, seen[w]), num_words, column)
+                valid &= drafted | (column < 0)
+            return valid
+
+        def visible_keys(row, tile, key):
+            """Which keys each column sees, [block_kv, heads]."""
+            valid, position = valid_keys(row, tile, key)
+            if not window.differs:
+                return valid
+
+            def is_drafted(column):
+                def word(w):
+                    of_columns = refs["mask_words_gmem"].at[row.index, head_tile, w]
+                    words = plgpu.load(of_columns, layout=unit.acc.reduce(0), optimized=False)
+                    return along_rows(words, column.shape)
+
+                return mask_words.bit(word, num_words, column)
+
+            return valid & window.sees(row, position, columns.tokens(unit.acc), is_drafted)
 
         def token_scale(name, slot):
             at = scratch[f"{name}_smem"].at[slot]
@@ -137,20 +181,31 @@ def launch(
                 plgpu.commit_smem()
             if p.k_scale == "token":
                 s *= along_columns(token_scale("k_scale", slot), s.shape)
+            if soft_cap is not None:
+                s = soft_cap.apply(s)
+            if "alibi_slopes" in p.given:
+                key = plgpu.broadcasted_iota(i32, s.shape[:1], 0, layout=unit.acc.reduce(1))
+                position, _ = tiling.position_of(tile, key)
+                distance = along_columns((position - (row.kv_len - p.q_len)).astype(f32), s.shape)
+                if p.q_len > 1:
+                    distance -= along_rows(columns.tokens(unit.acc).astype(f32), s.shape)
+                slopes = columns.load(scratch["alibi_slopes_smem"], unit.acc)
+                s += distance * along_rows(slopes, s.shape)
             valid = None
             if masked:
                 key = plgpu.broadcasted_iota(i32, s.shape, 0, layout=unit.acc)
-                valid = valid_keys(row, tile, key)
+                valid = visible_keys(row, tile, key)
             if p.v_scale == "token":
                 v_scale = token_scale("v_scale", slot)
-                state, probs, rescale = state.update(unit, s, valid, value_bias(v_scale))
+                state, acc, probs = state.update(
+                    unit, scratch.get("max_smem"), acc, s, valid, value_bias(v_scale)
+                )
                 probs *= along_columns(v_scale, s.shape)
                 if valid is not None:  # unused scales may be NaN
                     probs = jnp.where(valid, probs, f32(0))
             else:
-                state, probs, rescale = state.update(unit, s, valid)
-            is_key = functools.partial(valid_keys, row, tile) if masked else None
-            acc = acc * along_rows(rescale, acc.shape)
+                state, acc, probs = state.update(unit, scratch.get("max_smem"), acc, s, valid)
+            is_key = functools.partial(seen_keys, row, tile) if masked else None
             acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
@@ -160,6 +215,10 @@ def launch(
         if not plan.wide:
             pl.when(run.num_tiles > 0)(lambda: load_q(run.row.index, i32(0)))
         cursors = loader.start(run)
+        for name in plan.head_values:
+            columns.bring(refs[f"{name}_gmem"], f32(softmax.LOG2_E), scratch[f"{name}_smem"])
+        if plan.head_values:
+            plgpu.commit_smem()
         if plan.token_scaled:
             token_scales.wait()
             plgpu.commit_smem()
@@ -170,13 +229,17 @@ def launch(
             def _():
                 refs["cut_rows_gmem"][part, 0] = i32(0)
 
+        def store(b, acc, max_log2, weight_sum):
+            sinks = columns.load(scratch["sinks_smem"], unit.acc) if "sinks" in p.given else None
+            store_output(plan, unit, b, head, acc, max_log2, weight_sum, sinks, refs)
+
         def store_piece_or_output(row, begin, end, left, acc, max_log2, weight_sum):
             begins, ends = begin == row.first_tile, end == row.end_tile
             whole = begins & ends
 
             @pl.when(whole)
             def _():
-                store_output(plan, unit, row.index, head, acc, max_log2, weight_sum, refs)
+                store(row.index, acc, max_log2, weight_sum)
 
             @pl.when(jnp.logical_not(whole))
             def _():
@@ -211,9 +274,9 @@ def launch(
                 plgpu.barrier_wait(scratch["q_ready"])
                 queries, factor = unit.load_queries(scratch["q_smem"].at[q_slot])
                 pl.when(left > end - begin)(lambda: load_q(b + 1, 1 - q_slot))
-            score_scale = scale_log2
+            score_scale = scale
             if factor is not None:
-                score_scale = along_rows(factor * scale_log2, (block_kv, heads))
+                score_scale = along_rows(factor * scale, (block_kv, heads))
 
             def attend(masked):
                 return lambda tile, c: attend_tile(masked, tile, c, queries, score_scale, row)
@@ -221,12 +284,13 @@ def launch(
             acc = full((plan.v_columns, heads), 0, unit.acc)
             c = (acc, softmax.State.empty(heads), step, cursors)
             if tiling.dense:  # only the tiles at the ends of the row's keys need a mask
-                full_end = jnp.clip(tiling.tile_of(row.kv_len), begin, end)
-                if row.kv_start is None:
+                first_key, end_key = window.seen_by_all(row)
+                full_end = jnp.clip(tiling.tile_of(end_key), begin, end)
+                if first_key is None:
                     c = lax.fori_loop(begin, full_end, attend(False), c)
                     c = lax.fori_loop(full_end, end, attend(True), c)
                 else:
-                    first_full = tiling.tile_of(row.kv_start + (block_kv - 1))
+                    first_full = tiling.tile_of(first_key + (block_kv - 1))
                     full_begin = jnp.clip(first_full, begin, full_end)
 
                     def attend_end(last, c):
@@ -244,7 +308,7 @@ def launch(
             if plan.cuts_rows:
                 store_piece_or_output(row, begin, end, left, acc, state.max_log2, weight_sum)
             else:
-                store_output(plan, unit, b, head, acc, state.max_log2, weight_sum, refs)
+                store(b, acc, state.max_log2, weight_sum)
             return left - (end - begin), b + 1, rows.row(b + 1).first_tile, step, 1 - q_slot, cursors
 
         lax.while_loop(

@@ -9,6 +9,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from .layouts import LANES, NUM_WARPS
 from .shared_tile import MAX_SWIZZLE, SWIZZLE_ROWS, SharedTile
 
+FREE_BARRIER = 8  # of the 16 in hardware; the compiler's own have the lowest numbers
+
 
 def int32() -> ir.Type:
     return ir.IntegerType.get_signless(32)

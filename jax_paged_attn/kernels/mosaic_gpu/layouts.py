@@ -79,6 +79,11 @@ class MatrixUnit:
         return 15 if self.dtype == jnp.float16 else 0
 
     @property
+    def slack(self) -> int:
+        """Log2 of how far scores may rise above the maximum that weights refer to before it follows them."""
+        return 0
+
+    @property
     def lhs(self):
         return plgpu.Layout.MMA_LHS(self.dtype, m_warps=NUM_WARPS)
 
@@ -96,9 +101,18 @@ class MatrixUnit:
             return acc + jnp.dot(lhs, rhs, preferred_element_type=f32)
         return plgpu.mma(acc, lhs, rhs)
 
+    def any_above(self, x: jax.Array, limits: jax.Array) -> jax.Array:
+        """Whether any value of [keys, heads] is above its head's limit; for units with slack."""
+        raise NotImplementedError
+
+    def max_over_keys(self, x: jax.Array, max_smem: Any) -> jax.Array:
+        """[keys, heads] -> [heads], by way of `max_smem` where the unit has such."""
+        del max_smem
+        return x.max(axis=0)
+
     def fold(self, x: jax.Array) -> jax.Array:
         """[keys, heads] -> [FOLDED_ROWS, heads]: sums over the keys that a thread holds."""
-        keys, heads = x.shape
+        heads = x.shape[1]
         if self.interpret:
             rows = FOLDED_ROWS // NUM_WARPS
             return x.reshape(-1, NUM_WARPS, 2, rows, heads).sum(axis=(0, 2)).reshape(FOLDED_ROWS, heads)
@@ -169,15 +183,17 @@ class Operands(MatrixUnit):
 
 
 def registers_of(acc: Any) -> np.ndarray:
-    """The registers of an `acc` [rows, columns], as [rows / 64, columns / 8, 2]: a warp has 8 rows of 8 in each."""
+    """Of an `acc` [rows, columns], as [rows / 64, columns / 8, 2]: a warp has 8 rows of 8 columns in each."""
     return acc.registers.reshape(-1, acc.shape[1] // MMA_COLUMNS, 2)
 
 
-def array_of(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
+def array_of(
+    registers: np.ndarray, shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
+) -> Any:
     """An array of these registers, in the order that `layout` counts them in, inside `inline_mgpu`."""
     layout = layout.to_mgpu()
     return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=is_signed
     )
 
 

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import softmax
+from .columns import Columns
 from .integers import div
 from .layouts import PIECE, along_rows, f32, full
-from .output import store_output
+from .output import find_head_tile, store_output
 from .plan import Plan
 
 i32 = jnp.int32
@@ -29,7 +30,7 @@ def pieces_at_once(plan: Plan) -> int:
 
 
 def merge(
-    plan: Plan, results: dict[str, jax.Array], scales: dict[str, jax.Array], *, interpret: Any
+    plan: Plan, results: dict[str, jax.Array], values: dict[str, jax.Array], *, interpret: Any
 ) -> dict[str, jax.Array]:
     """Write the cut rows into `results`' "out" (and "lse"), which keep the other rows; -> these alone.
 
@@ -39,11 +40,12 @@ def merge(
     heads, columns = plan.tile_heads, plan.v_columns // plan.merge_slices
     at_once = pieces_at_once(plan)
     names = ["out"] + (["lse"] if p.return_lse else [])
-    scales = {"v_scale": scales["v_scale"]} if p.v_scale == "head" else {}
+    needed = {"v_scale"} if p.v_scale == "head" else set()
+    values = {name: value for name, value in values.items() if name in needed | ({"sinks"} & {*p.given})}
     unit = plan.merge_operands(interpret=interpret is not None)
 
     def body(acc_gmem, max_sum_gmem, cut_rows_gmem, *rest, **scratch):
-        refs = dict(zip((f"{name}_gmem" for name in (*scales, *names)), rest, strict=True)) | scratch
+        refs = dict(zip((f"{name}_gmem" for name in (*values, *names)), rest, strict=True)) | scratch
         entry, head = lax.axis_index("entry"), lax.axis_index("head")
         first_column = lax.axis_index("slice") * columns
         followers = cut_rows_gmem[entry, 0]
@@ -84,8 +86,15 @@ def merge(
                 full((heads,), 0, PIECE.reduce(0)),
             )
             acc, max_log2, weight_sum = lax.fori_loop(0, div(followers + at_once, at_once), combine, carry)
+            sinks = None
+            if "sinks" in p.given:
+                kv_head, _, tile = find_head_tile(plan, head)
+                columns_of_heads = Columns(heads, p.group_size, kv_head, tile * heads)
+                columns_of_heads.bring(refs["sinks_gmem"], f32(softmax.LOG2_E), refs["sinks_smem"])
+                plgpu.commit_smem()
+                sinks = columns_of_heads.load(refs["sinks_smem"], PIECE)
             sliced = first_column if plan.merge_slices > 1 else None
-            store_output(plan, unit, row, head, acc, max_log2, weight_sum, refs, sliced)
+            store_output(plan, unit, row, head, acc, max_log2, weight_sum, sinks, refs, sliced)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {
@@ -93,6 +102,8 @@ def merge(
         "out_smem": plan.out_tile(columns).scratch(heads),
         "stats_smem": plgpu.SMEM((2, heads), f32),
     }
+    if "sinks" in p.given:
+        scratch["sinks_smem"] = plgpu.SMEM((heads,), f32)
     outs = [jax.new_ref(results[name]) for name in names]
     plgpu.kernel(
         body,
@@ -103,7 +114,7 @@ def merge(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_merge",
         interpret=interpret,
-    )(results["acc"], results["max_sum"], results["cut_rows"], *scales.values(), *outs)
+    )(results["acc"], results["max_sum"], results["cut_rows"], *values.values(), *outs)
     # In a loop that stacks its results, XLA (jax 0.11.2, 0.12.0) would fuse this kernel with the stack's
     # update, let it write there, and lose the rows that it leaves alone.
     merged = lax.optimization_barrier([jax.freeze(ref) for ref in outs])

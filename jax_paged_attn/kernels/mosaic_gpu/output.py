@@ -18,12 +18,12 @@ from .plan import Plan
 def find_head_tile(plan: Plan, head: Any) -> tuple[Any, Any, Any]:
     """(kv head, first query head, which tile of the kv head's query heads) of the grid's `head`."""
     kv_head, tile = div(head, plan.head_groups), rem(head, plan.head_groups)
-    return kv_head, kv_head * plan.problem.group_size + tile * plan.tile_heads, tile
+    return kv_head, kv_head * plan.group_size + tile * plan.tile_heads, tile
 
 
 def _for_valid_heads(plan: Plan, tile, store) -> None:
     """Call `store(count)` with the number of query heads in `tile`, a static number each time."""
-    rest = plan.problem.group_size - (plan.head_groups - 1) * plan.tile_heads
+    rest = plan.group_size - (plan.head_groups - 1) * plan.tile_heads
     if rest == plan.tile_heads:
         store(plan.tile_heads)
         return
@@ -40,26 +40,35 @@ def store_output(
     acc: jax.Array,
     max_log2: jax.Array,
     weight_sum: jax.Array,
+    sinks_log2: jax.Array | None,
     refs: dict[str, Any],
     first_column: Any = None,
 ) -> None:
     """Write row `b` of `head`'s tile: its output and its lse.
 
-    `acc` [columns, heads] is not yet divided by `weight_sum` [heads], nor multiplied by a scale of V. It has
-    the columns from `first_column` on, or all of them without it.
+    `acc` [columns, heads] is not yet divided by `weight_sum` [heads], which lacks the sinks' weights, nor
+    multiplied by a scale of V. It has the columns from `first_column` on, or all of them without it.
     """
     kv_head, first_head, tile = find_head_tile(plan, head)
     out_smem, stats_smem = refs["out_smem"], refs["stats_smem"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    empty = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
-    weight_sum = jnp.where(empty, f32(1), weight_sum)
+    empty = no_weight = weight_sum == 0  # and not of NaN, which goes on into the output and the lse
+    rescale = None
+    if sinks_log2 is not None:
+        peak = jnp.maximum(max_log2, sinks_log2)
+        rescale = jnp.exp2(max_log2 - peak)
+        max_log2, weight_sum = peak, weight_sum * rescale + jnp.exp2(sinks_log2 - peak)
+        no_weight = weight_sum == 0
+    weight_sum = jnp.where(no_weight, f32(1), weight_sum)
     factor = 1.0 / weight_sum
+    if rescale is not None:
+        factor *= rescale
     if plan.problem.v_scale == "head":
         # A row without keys gives 0 whatever the scale is.
         factor *= jnp.where(empty, f32(1), refs["v_scale_gmem"][kv_head])
     if plan.problem.return_lse:
         lse = (max_log2 + jnp.log2(weight_sum)) * f32(softmax.LN_2)
-        stats_smem[0] = jnp.where(empty, f32(-np.inf), lse)
+        stats_smem[0] = jnp.where(no_weight, f32(-np.inf), lse)
     unit.turn(acc * along_rows(factor, acc.shape), refs)
 
     def store(count: int):

@@ -15,9 +15,11 @@ from .schedule import Schedule
 from .shared_tile import SharedTile
 from .tiling import Tiling
 from .wide_operands import WideOperands
+from .window import Window
 
 MAX_TILE_HEADS = 16  # query heads of a tile
 MAX_WIDE_TILE_HEADS = {64: 80, 128: 72, 192: 56, 256: 32}  # with `wgmma`, by the columns of K or V
+MAX_MODIFIED_TILE_HEADS = {64: 64, 128: 48, 192: 40, 256: 32}  # with modifiers or several tokens' queries
 MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
@@ -113,6 +115,11 @@ class Plan:
         kinds = {"k_scale": self.problem.k_scale, "v_scale": self.problem.v_scale}
         return tuple(name for name, kind in kinds.items() if kind == "token")
 
+    @property
+    def head_values(self) -> tuple[str, ...]:
+        """Modifiers that each query head has its own of."""
+        return tuple(name for name in ("alibi_slopes", "sinks") if name in self.problem.given)
+
     def out_tile(self, columns: int) -> SharedTile:
         """Output rows, or slices of them, in shared memory."""
         return SharedTile.choose(self.problem.dtype, columns, self.problem.v_head_dim)
@@ -131,28 +138,45 @@ class Plan:
         return Operands(self.operand_dtype, interpret)
 
     @property
+    def group_size(self) -> int:
+        """Queries of a kv head: its query heads, for each of a row's query tokens."""
+        return self.problem.q_len * self.problem.group_size
+
+    @property
+    def num_q_heads(self) -> int:
+        """Queries of all kv heads."""
+        return self.problem.num_kv_heads * self.group_size
+
+    @property
+    def window(self) -> Window:
+        """What queries see, but for the width of a traced window."""
+        return Window(self.problem.q_len, self.problem.mask_len, self.problem.causal)
+
+    @property
     def wide(self) -> bool:
         """Whether the group has too many query heads for registers, and shared memory suits `wgmma`."""
         p = self.problem
         swizzles = all(dim % MMA_ROWS == 0 for dim in (p.head_dim, p.v_head_dim)) and self.tiling.swizzled
         one_instruction = self.config.block_kv == MMA_ROWS
-        return p.group_size > MAX_TILE_HEADS and not self.quantized and swizzles and one_instruction
+        return self.group_size > MAX_TILE_HEADS and not self.quantized and swizzles and one_instruction
 
     @property
     def head_groups(self) -> int:
         """Tiles that a kv head's query heads take; each reads the cache again, mostly from L2."""
-        return ceil_div(self.problem.group_size, self.max_tile_heads)
+        return ceil_div(self.group_size, self.max_tile_heads)
 
     @property
     def tile_heads(self) -> int:
         """Query heads of a tile, padded to the matrix unit's step."""
-        return round_up(ceil_div(self.problem.group_size, self.head_groups), MMA_COLUMNS)
+        return round_up(ceil_div(self.group_size, self.head_groups), MMA_COLUMNS)
 
     @property
     def max_tile_heads(self) -> int:
         """More query heads than these do not leave registers for all that a thread holds."""
         if self.wide:
-            return MAX_WIDE_TILE_HEADS[max(self.k_columns, self.v_columns)]
+            modified = self.window.differs or {*self.problem.given} - {"kv_starts"}
+            most = MAX_MODIFIED_TILE_HEADS if modified else MAX_WIDE_TILE_HEADS
+            return most[max(self.k_columns, self.v_columns)]
         many_columns = self.k_columns + self.v_columns > MAX_COLUMNS_OF_BYTES
         return MAX_TILE_HEADS // 2 if self.quantized and many_columns else MAX_TILE_HEADS
 

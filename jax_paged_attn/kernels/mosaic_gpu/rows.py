@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .integers import ceil_div, div, rem
 from .layouts import ONE_EACH
 from .tiling import Tiling
+from .window import Window
 
 i32 = jnp.int32
 CHUNK = 128  # rows that one vector of the schedule holds, one a thread
@@ -53,7 +54,10 @@ class Table(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row: its keys are those in [kv_start, kv_len), its tiles those in [first_tile, end_tile)."""
+    """One row: its keys, of those that count, lie in [kv_start, kv_len), its tiles in [first_tile, end_tile).
+
+    `kv_start` is None where it is 0 in every row.
+    """
 
     index: Any
     kv_len: Any
@@ -75,15 +79,20 @@ def tile_range(tiling: Tiling, kv_len, kv_start):
 class BatchRows:
     """Rows read one by one from a table in GMEM, for small batches."""
 
-    def __init__(self, table: Table, tiling: Tiling, batch: int):
-        self.table, self.tiling, self.batch = table, tiling, batch
+    def __init__(self, table: Table, tiling: Tiling, batch: int, window: Window):
+        self.table, self.tiling, self.batch, self.window = table, tiling, batch, window
 
     def row(self, b) -> Row:
         """Row `b`; past the batch, one like the last row."""
         at = jnp.minimum(b, self.batch - 1)
         rows = {name: ref[at] for name, ref in self.table.arrays().items() if name != "indices"}
-        table_start, kv_len, kv_start = self.table._replace(**rows).clipped(at, self.tiling.page_size)
-        return Row(b, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
+        return self._row(b, self.table._replace(**rows), at)
+
+    def _row(self, index, of_row: Table, at) -> Row:
+        """The row, or rows, whose fields `of_row` holds, from place `at` of the table."""
+        table_start, kv_len, kv_start = of_row.clipped(at, self.tiling.page_size)
+        kv_start = self.window.first_key(kv_len, kv_start)
+        return Row(index, kv_len, kv_start, *tile_range(self.tiling, kv_len, kv_start), table_start)
 
     @functools.cached_property
     def _all(self) -> list[Row]:
@@ -121,7 +130,16 @@ class VectorRows(BatchRows):
             plgpu.Barrier(num_arrivals=fields * chunks),
         )
 
-    def __init__(self, table: Table, tiling: Tiling, batch: int, rows_smem, sums_smem, rows_ready):
+    def __init__(
+        self,
+        table: Table,
+        tiling: Tiling,
+        batch: int,
+        rows_smem,
+        sums_smem,
+        rows_ready,
+        window: Window,
+    ):
         fields = {name: ref for name, ref in table.arrays().items() if name != "indices"}
         chunks = range(ceil_div(batch, CHUNK))
         # A start that isn't a constant lets the last chunk reach past the array; what lies there reads as 0.
@@ -131,7 +149,7 @@ class VectorRows(BatchRows):
                 rows = pl.ds(origin + c * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(field.at[rows], rows_smem.at[f, pl.ds(c * CHUNK, CHUNK)], rows_ready)
         fields = {name: rows_smem.at[f] for f, name in enumerate(fields)}
-        super().__init__(table._replace(**fields), tiling, batch)
+        super().__init__(table._replace(**fields), tiling, batch, window)
         self.sums_smem = sums_smem
         lane = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ONE_EACH)
         for c in chunks:  # what the shifts below read before a chunk's first row
@@ -144,9 +162,8 @@ class VectorRows(BatchRows):
                 name: plgpu.load(field.at[pl.ds(c * CHUNK, CHUNK)], layout=ONE_EACH)
                 for name, field in fields.items()
             }
-            _, kv_len, kv_start = table._replace(**rows).clipped(lane, tiling.page_size)
-            first, end = tile_range(tiling, kv_len, kv_start)
-            sums.append(jnp.where(lane + c * CHUNK < batch, end - first, 0))
+            some = self._row(lane, table._replace(**rows), lane)
+            sums.append(jnp.where(lane + c * CHUNK < batch, some.end_tile - some.first_tile, 0))
         # Prefix sums of each chunk by shifts of 1, 2, 4, ...; two buffers in turn need one barrier a shift.
         shifts = [1 << k for k in range((CHUNK - 1).bit_length())]
         for k, shift in enumerate(shifts):

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import round_up
-from .layouts import f32
+from .layouts import NUM_WARPS, f32
 from .page_loading import TileLoader
 from .plan import Plan
 from .rows import VectorRows
@@ -22,19 +22,24 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     types = {
         "k_smem": plan.k_tile.scratch(*ring),
         "v_smem": plan.v_tile.scratch(*ring),
-        "out_smem": plan.out_tile(plan.v_columns).scratch(heads),
         "stats_smem": plgpu.SMEM((2, heads), f32),
     } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
+    q_tile, out_tile = plan.q_tile, plan.out_tile(plan.v_columns)
     if plan.wide:
-        types["q_smem"] = plan.q_tile.scratch(heads)
+        # A row's queries are done with before its output is there: apart, two blocks would not fit a core.
+        types["q_or_out_smem"] = plgpu.RefUnion(q_tile.scratch(heads), out_tile.scratch(heads))
         types["p_smem"] = plan.p_tile.scratch(heads)
+        types["max_smem"] = plgpu.SMEM((NUM_WARPS, heads), f32)
     else:
-        types["q_smem"] = plan.q_tile.scratch(2, heads)
+        types["out_smem"] = out_tile.scratch(heads)
+        types["q_smem"] = q_tile.scratch(2, heads)
         types["q_ready"] = plgpu.Barrier()
         types["p_smem"] = plgpu.SMEM((plan.config.block_kv, heads), plan.operand_dtype)
         types["acc_smem"] = plgpu.SMEM((plan.v_columns, heads), f32)
     for name in plan.token_scaled:
         types[f"{name}_smem"] = plgpu.SMEM(ring, f32)
+    for name in plan.head_values:
+        types[f"{name}_smem"] = plgpu.SMEM((heads,), f32)
     if plan.vector_rows:
         names = ("rows_smem", "sums_smem", "rows_ready")
         fields = (1 if p.contiguous else 3) + ("kv_starts" in p.given)

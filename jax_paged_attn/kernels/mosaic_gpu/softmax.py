@@ -4,11 +4,12 @@ After M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
 base 2: scores come multiplied by log2(e), so that the exponential is the hardware's own.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .layouts import FOLDED, FOLDED_ROWS, MatrixUnit, along_columns, along_rows, f32, full
 
@@ -35,14 +36,16 @@ class State(NamedTuple):
     def update(
         self,
         unit: MatrixUnit,
+        max_smem: Any,
+        acc: jax.Array,
         scores_log2: jax.Array,
         valid: jax.Array | None,
         bias: jax.Array | None = None,
     ) -> tuple["State", jax.Array, jax.Array]:
-        """-> (new state, the tile's weights, the factor [heads] of all that was summed before).
+        """-> (new state, the output so far [columns, heads] in its terms, the tile's weights).
 
-        Scores are [keys, heads]. Weights are at most 2**unit.headroom; with a `bias` [keys], those times
-        2**bias are.
+        Scores are [keys, heads]. Weights are at most 2**(unit.headroom + unit.slack); with a `bias` [keys],
+        those times 2**bias are.
         """
         headroom = unit.headroom
         if valid is not None:
@@ -52,13 +55,22 @@ class State(NamedTuple):
             biased = scores_log2 + along_columns(bias, scores_log2.shape)
             if valid is not None:  # unused scales may be NaN
                 biased = jnp.where(valid, biased, f32(LOWEST))
-        max_log2 = jnp.maximum(self.max_log2, biased.max(axis=0) - f32(headroom))
-        rescale = jnp.exp2(self.max_log2 - max_log2)
-        exponent = scores_log2 - along_rows(max_log2, scores_log2.shape)
+
+        def follow() -> tuple["State", jax.Array]:
+            max_log2 = jnp.maximum(self.max_log2, unit.max_over_keys(biased, max_smem) - f32(headroom))
+            rescale = jnp.exp2(self.max_log2 - max_log2)
+            weights = self.weights * along_rows(rescale, self.weights.shape)
+            return State(max_log2, weights), acc * along_rows(rescale, acc.shape)
+
+        if unit.slack:
+            limits = self.max_log2 + f32(headroom + unit.slack)
+            state, acc = lax.cond(unit.any_above(biased, limits), follow, lambda: (self, acc))
+        else:
+            state, acc = follow()
+        exponent = scores_log2 - along_rows(state.max_log2, scores_log2.shape)
         if headroom and bias is None:  # beyond 2**24 the maximum less the headroom is rounded, maybe down
-            exponent = jnp.minimum(exponent, f32(headroom))
+            exponent = jnp.minimum(exponent, f32(headroom + unit.slack))
         p = jnp.exp2(exponent)
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
             p = jnp.where(valid, p, f32(0))
-        weights = self.weights * along_rows(rescale, self.weights.shape) + unit.fold(p)
-        return State(max_log2, weights), p, rescale
+        return state._replace(weights=state.weights + unit.fold(p)), acc, p
