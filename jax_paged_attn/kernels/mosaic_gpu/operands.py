@@ -36,11 +36,11 @@ class Operands(MatrixUnit):
         """[keys, heads] -> the same."""
         if self.interpret:
             return plgpu.load(smem, layout=self.rhs, optimized=False)
-        shape = smem.shape
+        keys, heads = shape = smem.shape
         return plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(),),
             return_type=plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.rhs),
-        )(lambda _, ref: array_of(_load_turned(ref, *shape, self.dtype), shape, self.rhs))(smem)
+        )(lambda _, ref: array_of(_load_turned(ref, keys, heads, self.dtype), shape, self.rhs))(smem)
 
     def scores(self, k_smem: Any, queries: Any) -> jax.Array:
         """K Q^T, [keys, heads]."""
