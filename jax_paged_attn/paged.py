@@ -181,7 +181,14 @@ def attend(
         # Scales of tokens may be anything where no token is.
         wholes = {"k_scale": k_scale, "v_scale": v_scale}
         validation.check_scales(**{n: x for n, x in wholes.items() if x is not None and x.ndim < 2})
-        attention.check_table(problem, page_table, kv_starts, lens_name)
+        attention.check_table(
+            page_table,
+            kv_starts,
+            lens_name,
+            page_size=problem.page_size,
+            num_pages=problem.num_pages,
+            contiguous=contiguous,
+        )
     # Put on the device by request: a scalar that JAX had to move there by itself would trip a transfer guard.
     scale = scale if isinstance(scale, jax.Array) else jax.device_put(np.float32(scale))
     k_scale, v_scale = (

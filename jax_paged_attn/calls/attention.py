@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_paged_attn import validation
+from jax_paged_attn.calls import folding
 from jax_paged_attn.dispatch import Operation
 from jax_paged_attn.page_table import PageTable
 from jax_paged_attn.validation import LAYOUT_AXES, QUANTIZED_DTYPES
@@ -126,39 +127,32 @@ def fold(
         return None
 
     def mapped(array, has_axis):
-        return array if has_axis else jnp.broadcast_to(array, (size, *array.shape))
+        return folding.mapped(array, has_axis, size)
 
-    def join(array):
-        return array.reshape(size * array.shape[1], *array.shape[2:])
-
-    table = jax.tree.map(mapped, operands.page_table, batched.page_table)
-    kv_starts = None if operands.kv_starts is None else join(mapped(operands.kv_starts, batched.kv_starts))
-    # Clipped before they move, or a row could reach into another element's entries or pages.
-    row_starts, kv_lens = jax.vmap(lambda row: row.clipped(problem.page_size))(table)
-    row_pages = jnp.clip(table.row_pages, 0, problem.num_entries - row_starts)
-    element = jnp.arange(size, dtype=jnp.int32)[:, None]
-    num_pages = problem.num_pages
+    table, num_pages = folding.fold_table(
+        operands.page_table,
+        batched.page_table,
+        size,
+        page_size=problem.page_size,
+        num_pages=problem.num_pages,
+        pools_mapped=pools_mapped,
+    )
+    kv_starts = None
+    if operands.kv_starts is not None:
+        kv_starts = folding.join(mapped(operands.kv_starts, batched.kv_starts))
     moved = {name: getattr(operands, name) for name in ("k_pages", "v_pages", "k_scale", "v_scale")}
     if pools_mapped:
-        moved |= {name: join(mapped(moved[name], getattr(batched, name))) for name in pools}
-        indices = jnp.clip(table.indices, 0, num_pages - 1) + element * num_pages
-        num_pages = size * num_pages
-    else:
-        indices = table.indices
-    if pools_mapped or batched.page_table.indices:
-        indices, row_starts = join(indices), row_starts + element * problem.num_entries
-    else:  # all rows share one list of entries
-        indices = operands.page_table.indices
+        moved |= {name: folding.join(mapped(moved[name], getattr(batched, name))) for name in pools}
     folded = dataclasses.replace(
         problem,
         batch=size * problem.batch,
         num_pages=num_pages,
-        num_entries=indices.shape[0],
+        num_entries=table.indices.shape[0],
         contiguous=problem.contiguous and pools_mapped,
     )
     return folded, Operands(
-        q=join(mapped(operands.q, batched.q)),
-        page_table=PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
+        q=folding.join(mapped(operands.q, batched.q)),
+        page_table=table,
         kv_starts=kv_starts,
         sm_scale=operands.sm_scale,
         **moved,
@@ -265,12 +259,20 @@ def describe(
     )
 
 
-def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | None, lens_name: str) -> None:
+def check_table(
+    page_table: PageTable,
+    kv_starts: jax.Array | None,
+    lens_name: str,
+    *,
+    page_size: int,
+    num_pages: int,
+    contiguous: bool = False,
+) -> None:
     """Check a batched page table's lengths, entries and used page ids, and ``kv_starts``.
 
-    `lens_name` is the name that the caller knows the lengths by.
+    `lens_name` is the name that the caller knows the lengths by. Of a `contiguous` cache row b is page b.
     """
-    num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
+    num_entries = page_table.indices.shape[0]
     arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
     xp, (indices, row_starts, row_pages, kv_lens) = validation.value_module(*arrays)
     expected = f"rows within the {num_entries} entries of indices"
@@ -281,7 +283,7 @@ def check_table(problem: Problem, page_table: PageTable, kv_starts: jax.Array | 
     # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
     used_pages = -(-kv_lens // max(page_size, 1))
     fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
-    most = f"{page_size}" if problem.contiguous else f"row_pages * {page_size}"
+    most = f"{page_size}" if contiguous else f"row_pages * {page_size}"
     validation.check_values(fits, lens_name, f"values in [0, {most}]", kv_lens)
     # An entry is used if more rows begin at or before it than end there.
     begins = xp.clip(row_starts, 0, num_entries)

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged_attn import merge, validation
+from jax_paged_attn.calls import mla
 from jax_paged_attn.calls.attention import Operands, Problem
 from jax_paged_attn.dispatch import Target, varying_axes
 from jax_paged_attn.kernels import Usage
+
+from .online_softmax import State
 
 _MAX_BLOCK_KV = 2**20  # a tile of it is far past any use, and positions stay in int32
 
@@ -42,7 +45,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 def usage(problem: Problem, config: Config) -> Usage:
     """Estimate the bytes of a step's tiles and running state."""
-    runs = problem.batch * _num_splits(problem, config)
+    runs = problem.batch * count_splits(problem, config)
     tile = problem.num_kv_heads * config.block_kv * (problem.head_dim + problem.v_head_dim)
     state = problem.num_q_heads * (problem.v_head_dim + 2 + config.block_kv)
     return Usage(smem_bytes=0, workspace_bytes=runs * (tile * problem.dtype.itemsize + 4 * state))
@@ -52,7 +55,7 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     """Attend; see `jax_paged_attn.kernels` for the contract."""
     q, k_pages, v_pages, page_table, kv_starts, sm_scale, k_scale, v_scale = operands
     batch, num_kv_heads, group_size = problem.batch, problem.num_kv_heads, problem.group_size
-    num_splits, block_kv = _num_splits(problem, config), config.block_kv
+    num_splits, block_kv = count_splits(problem, config), config.block_kv
     # Einsum letters: b row, s split, h kv head, g query head of the group, t key, d and e head_dim.
     tile_axes = "hbst" if problem.kv_layout == "HPND" else "bsth"
     precision = jax.lax.Precision.HIGHEST if problem.dtype == jnp.float32 else None
@@ -76,7 +79,6 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         return tile.transpose(to_heads)[:, :, :, None, :]
 
     def add_tile(step, state):
-        peak, total, acc = state
         tile = (first_tile + step)[..., None]
         positions = tile * block_kv + jnp.arange(block_kv, dtype=jnp.int32)[None, None]
         # Tiles are compared as well, because positions past the longest row's end could wrap around.
@@ -90,11 +92,7 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         if k_scale is not None:
             scores = scores * tile_scale(k_scale, problem.k_scale, index)
         scores = jnp.where(valid[:, :, None, None, :], scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        # Until a run meets a valid key its peak is -inf, and subtracting that would make NaN.
-        shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        weights = jnp.exp(scores - shift[..., None])
-        decay = jnp.exp(peak - shift)
+        state, weights = state.weigh(scores)
         # Masked by selection: a weight of zero doesn't silence NaN in an unused slot.
         mask = valid[None] if tile_axes == "hbst" else valid[..., None]
         v = jnp.where(mask[..., None], v, jnp.zeros((), v.dtype))
@@ -108,30 +106,23 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
             partial = multiply(f"bshgt,{tile_axes}e->bshge", weighted, v) * largest
         else:
             partial = multiply(f"bshgt,{tile_axes}e->bshge", weights.astype(v.dtype), v)
-        return new_peak, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + partial
+        return state.add(partial)
 
-    runs = (batch, num_splits, num_kv_heads, group_size)
-    state = (
-        jnp.full(runs, -jnp.inf, jnp.float32),
-        jnp.zeros(runs, jnp.float32),
-        jnp.zeros((*runs, problem.v_head_dim), jnp.float32),
-    )
+    state = State.empty((batch, num_splits, num_kv_heads, group_size), problem.v_head_dim)
     axes = varying_axes(operands)  # a loop's state must vary as its operands do, from the start
     state = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), state)
-    peak, total, acc = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state)
-    out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    out, lse = jax.lax.fori_loop(0, jnp.max(run, initial=0), add_tile, state).result()
     if v_scale is not None and problem.v_scale == "head":
         # Selected: a row without keys gives 0 whatever the scale is.
         scaled = out * v_scale[None, None, :, None, None]
-        out = jnp.where((total == 0.0)[..., None], 0.0, scaled)
-    lse = peak + jnp.log(total)
+        out = jnp.where((lse == -jnp.inf)[..., None], 0.0, scaled)
     if num_splits > 1:
         out, lse = merge.merge_states(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
     out = out.reshape(batch, problem.num_q_heads, problem.v_head_dim).astype(problem.dtype)
     return out, lse.reshape(batch, problem.num_q_heads) if problem.return_lse else None
 
 
-def _num_splits(problem: Problem, config: Config) -> int:
+def count_splits(problem: Problem | mla.Problem, config: Config) -> int:
     """Runs of each row: no more than a row can have tiles, as the others would be empty."""
     num_splits = problem.num_splits or 1
     if problem.is_symbolic:
