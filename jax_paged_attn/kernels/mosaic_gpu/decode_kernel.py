@@ -65,7 +65,7 @@ def launch(
         out_types["lse"] = jax.ShapeDtypeStruct((p.batch, p.num_q_heads), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in partials.items()}
     if plan.cuts_rows:
-        out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
+        out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.schedule.num_cut_rows, 3), i32)
 
     def body(*args, **scratch):
         q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
@@ -164,7 +164,7 @@ def launch(
             token_scales.wait()
             plgpu.commit_smem()
 
-        if plan.cuts_rows and not plan.cut_row_of_each_row:
+        if plan.cuts_rows and not plan.schedule.cut_row_of_each_row:
 
             @pl.when(head == 0)
             def _():
@@ -180,7 +180,7 @@ def launch(
 
             @pl.when(jnp.logical_not(whole))
             def _():
-                at = (part, jnp.where(begins, plan.sides - 1, 0), head)
+                at = (part, jnp.where(begins, plan.schedule.sides - 1, 0), head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 scratch["stats_smem"][0] = max_log2
                 scratch["stats_smem"][1] = weight_sum
@@ -189,7 +189,7 @@ def launch(
                 plgpu.copy_smem_to_gmem(scratch["stats_smem"], refs["max_sum_gmem"].at[at])
 
             def record(followers):
-                entry = row.index if plan.cut_row_of_each_row else part
+                entry = row.index if plan.schedule.cut_row_of_each_row else part
                 for i, value in enumerate((followers, part, row.index)):
                     refs["cut_rows_gmem"][entry, i] = value
 
@@ -197,7 +197,7 @@ def launch(
             def _():
                 record(cuts.followers(part, row, run.num_tiles - left))
 
-            if plan.cut_row_of_each_row:
+            if plan.schedule.cut_row_of_each_row:
                 pl.when(whole & (head == 0))(lambda: record(i32(0)))
 
         def attend_row(carry):

@@ -109,6 +109,18 @@ class Cursors(NamedTuple):
     pages: Cursor
 
 
+def next_tile(row: Row, tile: Any, rows: BatchRows) -> tuple[Row, Any]:
+    """Go on to the row's next tile, or to the next row's first one."""
+    row_ends = tile + 1 >= row.end_tile
+    row = lax.cond(row_ends, lambda: rows.row(row.index + 1), lambda: row)
+    return row, jnp.where(row_ends, row.first_tile, tile + 1)
+
+
+def advance(cursor: Cursor, rows: BatchRows) -> Cursor:
+    """Go on by a tile."""
+    return Cursor(cursor.done + 1, cursor.left - 1, *next_tile(cursor.row, cursor.tile, rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class TileLoader:
     """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there.
@@ -161,12 +173,6 @@ class TileLoader:
         pages = self._copy_pages(cursors.pages)
         return Cursors(None if cursors.entries is None else self._fetch_entries(cursors.entries), pages)
 
-    def _next(self, cursor: Cursor) -> Cursor:
-        row_ends = cursor.tile + 1 >= cursor.row.end_tile
-        row = lax.cond(row_ends, lambda: self.rows.row(cursor.row.index + 1), lambda: cursor.row)
-        tile = jnp.where(row_ends, row.first_tile, cursor.tile + 1)
-        return Cursor(cursor.done + 1, cursor.left - 1, row, tile)
-
     def _fetch_entries(self, cursor: Cursor) -> Cursor:
         slot = rem(cursor.done, self.entries_smem.shape[0])
 
@@ -177,7 +183,7 @@ class TileLoader:
             target = self.entries_smem.at[slot, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, target, self.entries_ready.at[slot])
 
-        return self._next(cursor)
+        return advance(cursor, self.rows)
 
     def _copy_pages(self, cursor: Cursor) -> Cursor:
         slot = rem(cursor.done, self.num_stages)
@@ -198,7 +204,7 @@ class TileLoader:
             for gmem, smem in self.scales:
                 self.token_scales.fetch(blocks, gmem, smem.at[slot])
 
-        return self._next(cursor)
+        return advance(cursor, self.rows)
 
     def _entries(self, cursor: Cursor) -> list[Any]:
         """The page ids of a tile's copies, once they are there."""

@@ -11,7 +11,7 @@ from jax_paged_attn.validation import check, check_positive_int
 from .byte_operands import ByteOperands
 from .integers import ceil_div, round_up
 from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS, Operands
-from .schedule import Schedule
+from .schedule import Schedule, pieces_per_row
 from .shared_tile import SharedTile
 from .tiling import Tiling
 from .wide_operands import WideOperands
@@ -188,28 +188,12 @@ class Plan:
     @property
     def cuts_rows(self) -> bool:
         """Whether a row can lie in several parts."""
-        return self.schedule.num_splits != 1
-
-    @property
-    def sides(self) -> int:
-        """Pieces that a part can leave: of the row that it continues and of the row that goes on after it."""
-        return 2 if self.schedule.num_splits is None else 1
-
-    @property
-    def cut_row_of_each_row(self) -> bool:
-        """Whether each row, rather than each part, has an entry in the list of cut rows."""
-        return self.problem.batch <= self.schedule.parts
-
-    @property
-    def num_cut_rows(self) -> int:
-        """Entries in the list of cut rows: a part's end cuts at most one row."""
-        return min(self.problem.batch, self.schedule.parts)
+        return self.schedule.cuts_rows
 
     @property
     def pieces_per_row(self) -> int:
         """Pieces that a row is cut into where all rows are equal, rounded up to a power of two."""
-        pieces = self.problem.num_splits or ceil_div(self.schedule.parts, self.problem.batch)
-        return 1 << (pieces - 1).bit_length()
+        return pieces_per_row(self.problem.num_splits, self.schedule)
 
     @property
     def merge_slices(self) -> int:
@@ -220,7 +204,7 @@ class Plan:
         while (
             2 * slices <= self.pieces_per_row
             and self.v_columns % (2 * slices * PIECE_ROWS) == 0
-            and 2 * slices * self.heads * self.num_cut_rows <= MAX_MERGE_BLOCKS
+            and 2 * slices * self.heads * self.schedule.num_cut_rows <= MAX_MERGE_BLOCKS
         ):
             slices *= 2
         return slices
@@ -229,5 +213,5 @@ class Plan:
         """Float32 results of row pieces, none where no row is cut."""
         if not self.cuts_rows:
             return {}
-        lead = (self.schedule.parts, self.sides, self.heads)
+        lead = (self.schedule.parts, self.schedule.sides, self.heads)
         return {"acc": (*lead, self.v_columns, self.tile_heads), "max_sum": (*lead, 2, self.tile_heads)}

@@ -47,8 +47,8 @@ def smem_bytes(plan: Plan) -> int:
     return total_bytes(scratch_types(plan))
 
 
-def total_bytes(types: dict[str, Any]) -> int:
+def total_bytes(types: dict[str, Any], reserved: int = RESERVED) -> int:
     """Shared memory that scratch types take, from above: each array starts on a kilobyte."""
     arrays = [ref for ref in types.values() if hasattr(ref, "memory_space")]
     sizes = (math.prod(ref.shape) * np.dtype(ref.dtype).itemsize for ref in arrays)
-    return RESERVED + sum(round_up(size, 1024) for size in sizes)
+    return reserved + sum(round_up(size, 1024) for size in sizes)
