@@ -184,7 +184,8 @@ def test_mapped_scales_of_tokens_move_with_their_pools():
     scales = jnp.stack([inputs.options["kv_scale"], 2 * inputs.options["kv_scale"]])
 
     def call(queries_and_pages: Any, kv_scale):
-        return mla_decode(*queries_and_pages, inputs.args[3], sm_scale=0.01, kv_scale=kv_scale)
+        q_nope, q_pe, pages = queries_and_pages
+        return mla_decode(q_nope, q_pe, pages, inputs.args[3], sm_scale=0.01, kv_scale=kv_scale)
 
     mapped = jax.vmap(call)(stacked, scales)
     expected = jnp.stack([call(queries_and_pages, scales[i]) for i in range(2)])

@@ -272,7 +272,7 @@ class Mla:
         page_table = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, tables, lens)
 
         def call(q_nope, q_pe, pages, page_table, sm_scale=0.1):
-            options = dict(self.options, sm_scale=sm_scale)
+            options: dict[str, Any] = dict(self.options, sm_scale=sm_scale)
             return jax_paged_attn.mla_decode(q_nope, q_pe, pages, page_table, **options)
 
         return Traceable(stacked(call) if self.stacked else call, (q_nope, q_pe, pages, page_table))
@@ -306,7 +306,8 @@ class MlaAppend:
             scales["kv_scale_pages"] = shape((*pool, groups), jnp.float32)
 
         def call(pages, news, slots, scales):
-            return jax_paged_attn.append_paged_mla_kv(pages, *news, slots, **scales)
+            kv_latent, k_rope = news
+            return jax_paged_attn.append_paged_mla_kv(pages, kv_latent, k_rope, slots, **scales)
 
         slots = shape((self.num_tokens,), jnp.int32)
         return Traceable(call, (pages, news, slots, scales), (0, 3), jax.tree.leaves(pages)[0])

@@ -341,8 +341,8 @@ def _multiply_values(block: _Block, half: int) -> None:
     def start() -> _Walk:
         walk = _Walk(run.row, run.first_tile)
         for tile in map(i32, range(RING_TILES)):
-            loader.look_up(*walk, tile)
-            walk = _Walk(*next_tile(*walk, block.rows))
+            loader.look_up(walk.row, walk.tile, tile)
+            walk = _Walk(*next_tile(walk.row, walk.tile, block.rows))
         plgpu.commit_smem()
         for tile in map(i32, range(RING_TILES)):
             pl.when(run.num_tiles > tile)(lambda tile=tile: loader.load_latents(tile))
@@ -354,7 +354,7 @@ def _multiply_values(block: _Block, half: int) -> None:
         """Bring the latents that come into the slot of tile `step`, which is free."""
         plgpu.commit_smem()  # all warps are done with it
         pl.when(left > RING_TILES)(lambda: loader.load_latents(step + RING_TILES))
-        return _Walk(*next_tile(*walk, block.rows))
+        return _Walk(*next_tile(walk.row, walk.tile, block.rows))
 
     def add_tile(acc, row, tile, left, step, walk, last):
         slot = refs["latents_smem"].at[slot_of(step, half)]
@@ -368,7 +368,7 @@ def _multiply_values(block: _Block, half: int) -> None:
         def meanwhile():
             if not last:  # Q K of the next tile is done, and the rotated keys after that can come
                 load_rope(left > 2, step + 2)
-            loader.look_up(*walk, step + RING_TILES)
+            loader.look_up(walk.row, walk.tile, step + RING_TILES)
 
         return unit.add_values(acc, refs["p_smem"], slot, refs["p_turn"], meanwhile)
 

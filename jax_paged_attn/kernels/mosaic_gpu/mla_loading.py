@@ -90,7 +90,7 @@ class LatentLoader:
     def _load(self, gmem: Any, columns: Any, place: Place, smem: Any, ready: Any) -> None:
         tiling = self.plan.tiling
         for copy, page in enumerate(place.pages):
-            # Only a start that isn't constant may let the copy reach past the page's end; there it finds zeros.
+            # Only a start that isn't constant may let the copy reach past the page's end, into zeros.
             whole = tiling.copy_rows == tiling.page_size
             rows = pl.ds(0 if whole else place.block * tiling.copy_rows, tiling.copy_rows)
             target = smem.at[pl.ds(copy * tiling.pitch, tiling.copy_rows)]
