@@ -421,7 +421,7 @@ CALLS["latent attention"] = (
     Mla(),
     Mla(64, options=(("return_lse", True),)),
     Mla(page_size=16, q_len=2, stacked=True),
-    Mla(page_size=8, paired=True, dtype="float16"),
+    Mla(page_size=16, paired=True, dtype="float16"),
     Mla(page_size=24, rank=256, batch=8),
     Mla(page_size=144, rank=256, rope_dim=32, options=(("num_splits", 1),)),
     Mla(rank=384, batch=1, max_kv_len=65536, options=(("num_splits", 66), ("return_lse", True))),

@@ -30,6 +30,7 @@ __all__ = ["Config", "default_config", "run", "usage", "why_not"]
 DTYPES = ("bfloat16", "float16")
 RANKS = (128, 256, 384, 512)
 ROPE_DIMS = (32, 64)
+MIN_PAGE_SIZE = 16  # for smaller ones registers do not last
 
 
 def one_launch(problem: Problem) -> Problem:
@@ -54,8 +55,9 @@ def why_not(problem: Problem, target: Target) -> str | None:
     ):
         if dim not in supported:
             return f"{name} {dim} unsupported; supported: {', '.join(map(str, supported))}"
-    if problem.page_size % SWIZZLE_ROWS:
-        return f"page_size {problem.page_size} unsupported; supported: multiples of {SWIZZLE_ROWS}"
+    if problem.page_size % SWIZZLE_ROWS or problem.page_size < MIN_PAGE_SIZE:
+        supported = f"multiples of {SWIZZLE_ROWS} from {MIN_PAGE_SIZE} on"
+        return f"page_size {problem.page_size} unsupported; supported: {supported}"
     if problem.num_entries * problem.page_size >= 2**31 - BLOCK_KV:
         return "positions would not fit in 32 bits: num_entries * page_size is 2**31 or more"
     if Plan(one_launch(problem), Config()).schedule.parts > MAX_PARTS:

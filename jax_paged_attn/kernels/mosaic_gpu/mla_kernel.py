@@ -422,7 +422,8 @@ def _store(
 
         @pl.when(jnp.logical_not(whole))
         def _():
-            refs["acc_gmem"].at[(*block.piece(begins), slice(None), columns)][...] = acc
+            piece = refs["acc_gmem"].at[(*block.piece(begins), slice(None), columns)]
+            block.operands.store_piece(acc, piece)
 
     plgpu.commit_smem()  # all warps have read, and are done with the slot
     plgpu.barrier_arrive(refs["p_consumed"])

@@ -6,24 +6,20 @@ room, come when the tile before has been read.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .integers import rem
 from .mla_plan import RING_TILES, RUN_VALUES, VALUE_WARPGROUPS, Plan
 from .rows import Row
+from .shared_tile import SWIZZLE_ROWS
 
 i32 = jnp.int32
-
-
-class Place(NamedTuple):
-    """Where a tile lies in the pool: the page of each of its copies, and which part of a large page."""
-
-    pages: tuple[Any, ...]
-    block: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,57 +40,58 @@ class LatentLoader:
     rope_ready: Any
     places_smem: Any
 
-    def _place(self, row: Row, tile: Any) -> Place:
-        p, tiling = self.plan.problem, self.plan.tiling
-        first, pages = tiling.first_page(tile), []
-        for copy in range(tiling.pages_per_tile):
-            entry = first + copy
-            if (
-                copy > 0
-            ):  # entries past the row's last page are never trusted: the tile's first page stands in
-                entry = jnp.where(entry * tiling.page_size < row.kv_len, entry, first)
-            page = self.indices_gmem[jnp.clip(row.table_start + entry, 0, p.num_entries - 1)]
-            pages.append(jnp.clip(page, 0, p.num_pages - 1))
-        return Place(tuple(pages), tiling.block_in_page(tile))
-
     def look_up(self, row: Row, in_row: Any, tile: Any) -> None:
         """Look up where the part's `tile`-th tile lies, the row's `in_row`-th, and keep it in shared memory.
 
         Registers for that would be too many. Warps have to meet before it is read.
         """
-        place, first = self._place(row, in_row), self._kept_at(tile)
-        for i, value in enumerate((place.block, *place.pages)):
-            self.places_smem[first + i] = value
+        p, tiling = self.plan.problem, self.plan.tiling
+        kept, first = self._kept_at(tile), tiling.first_page(in_row)
+        self.places_smem[kept] = tiling.block_in_page(in_row)
 
-    def _kept(self, tile: Any) -> Place:
-        first, copies = self._kept_at(tile), self.plan.tiling.pages_per_tile
-        block, *pages = (self.places_smem[first + i] for i in range(1 + copies))
-        return Place(tuple(pages), block)
+        def look_up_page(copy):
+            # Entries past the row's last page aren't trusted: the tile's first page stands in.
+            entry = jnp.where((first + copy) * tiling.page_size < row.kv_len, first + copy, first)
+            page = self.indices_gmem[jnp.clip(row.table_start + entry, 0, p.num_entries - 1)]
+            self.places_smem[kept + 1 + copy] = jnp.clip(page, 0, p.num_pages - 1)
 
-    def _kept_at(self, tile: Any) -> Any:
-        slot = self.half * RING_TILES + rem(tile, RING_TILES)
-        return RUN_VALUES + slot * (1 + self.plan.tiling.pages_per_tile)
+        self._for_each_copy(look_up_page)
 
     def load_latents(self, tile: Any) -> None:
         """Begin to bring half of the columns of the part's `tile`-th tile into its slot."""
         slot, columns = slot_of(tile, self.half), pl.ds(self.half * self.plan.half, self.plan.half)
         smem, ready = self.latents_smem.at[slot], self.latents_ready.at[slot]
-        self._load(self.latents_gmem, columns, self._kept(tile), smem, ready)
+        self._load(self.latents_gmem, columns, tile, smem, ready)
 
     def load_rope(self, tile: Any) -> None:
         """Begin to bring the rotated keys of the part's `tile`-th tile."""
         p = self.plan.problem
         columns = pl.ds(0 if p.paired else p.rank, p.rope_dim)
-        self._load(self.rope_gmem, columns, self._kept(tile), self.rope_smem, self.rope_ready)
+        self._load(self.rope_gmem, columns, tile, self.rope_smem, self.rope_ready)
 
-    def _load(self, gmem: Any, columns: Any, place: Place, smem: Any, ready: Any) -> None:
-        tiling = self.plan.tiling
-        for copy, page in enumerate(place.pages):
-            # Only a start that isn't constant may let the copy reach past the page's end, into zeros.
-            whole = tiling.copy_rows == tiling.page_size
-            rows = pl.ds(0 if whole else place.block * tiling.copy_rows, tiling.copy_rows)
-            target = smem.at[pl.ds(copy * tiling.pitch, tiling.copy_rows)]
-            plgpu.copy_gmem_to_smem(gmem.at[page, rows, columns], target, ready)
+    def _load(self, gmem: Any, columns: Any, tile: Any, smem: Any, ready: Any) -> None:
+        tiling, kept = self.plan.tiling, self._kept_at(tile)
+        rows, block = tiling.copy_rows, self.places_smem[kept]
+        # Only a start that isn't constant may let the copy reach past the page's end, into zeros.
+        source_rows = pl.ds(0 if rows == tiling.page_size else block * rows, rows)
+
+        def copy_page(copy):
+            page, first = self.places_smem[kept + 1 + copy], copy * tiling.pitch
+            first = first if isinstance(first, int) else pl.multiple_of(first, SWIZZLE_ROWS)
+            plgpu.copy_gmem_to_smem(gmem.at[page, source_rows, columns], smem.at[pl.ds(first, rows)], ready)
+
+        self._for_each_copy(copy_page)
+
+    def _kept_at(self, tile: Any) -> Any:
+        slot = self.half * RING_TILES + rem(tile, RING_TILES)
+        return RUN_VALUES + slot * (1 + self.plan.tiling.pages_per_tile)
+
+    def _for_each_copy(self, body: Callable[[Any], None]) -> None:
+        copies = self.plan.tiling.pages_per_tile
+        if copies == 1:
+            body(0)
+        else:  # in a loop, as registers are rare
+            lax.fori_loop(0, copies, lambda copy, _: body(copy.astype(i32)), None)
 
 
 def slot_of(tile: Any, half: int) -> Any:

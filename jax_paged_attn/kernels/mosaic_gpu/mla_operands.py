@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
-from .inline import address, asm, i32, int32, offset_in
+from .inline import address, asm, i32, int32, int64, offset_in
 from .integers import div
 from .layouts import LANES, NUM_WARPS, THREADS, WARP_ROWS, f32
 from .mla_plan import BLOCK_KV, BLOCK_QUERIES, Plan
@@ -116,6 +116,16 @@ class LatentOperands:
             )(values, smem)
         plgpu.commit_smem()
 
+    def store_piece(self, acc: jax.Array, gmem: Any) -> None:
+        """Store sums [queries, half] as they are to rows of whole latents in global memory."""
+        if self.interpret:
+            gmem[...] = acc
+        else:
+            rank = self.plan.problem.rank
+            plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))(
+                lambda _, x, ref: _store_pairs(x.registers.reshape(-1, 2), ref, rank)
+            )(acc, gmem)
+
     def clear_rows(self, smem: Any, first: Any) -> None:
         """Put zeros into rows from `first` on: unused slots may hold NaN, and 0 * NaN is NaN."""
         if self.interpret:
@@ -137,14 +147,35 @@ class LatentOperands:
         plgpu.commit_smem()
 
 
+def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    """Of this thread, asked anew.
+
+    What nothing but the thread decides, such as where it writes, would else be computed once, before all
+    loops, and take registers from then on.
+    """
+    (thread,) = asm([int32()], "mov.u32 $0, %tid.x;", "=r", [], has_side_effects=True)
+    warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
+    return arith.remui(thread, i32(LANES)), warp
+
+
+def _store_pairs(registers: Any, ref: ir.Value, pitch: int) -> None:
+    """Of [columns / 8, 2] registers, each of two neighbours; the second ones are 8 rows further down."""
+    lane, warp = _lane_and_warp()
+    row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(4)))
+    column = arith.muli(arith.remui(lane, i32(4)), i32(2))
+    first = arith.muli(arith.addi(arith.muli(row, i32(pitch)), column), i32(4))
+    base = arith.addi(address(ref, int64()), arith.extui(int64(), first))
+    for i, halves in enumerate(registers):
+        for half, values in enumerate(halves):
+            at = utils.c(4 * (half * MATRIX * pitch + i * MATRIX), int64())
+            llvm.store(values, llvm.inttoptr(llvm.PointerType.get(1), arith.addi(base, at)), alignment=8)
+
+
 def _store_matrices(registers: Any, ref: ir.Value, tile: SharedTile) -> None:
     """Of [columns / 16, 2, 2] registers, each matrices of 8 x 8: neighbours in a row, and 8 rows apart."""
     base = address(ref, int32())
-    # Volatile, as addresses that nothing but the thread decides would be computed once, and take registers.
-    (thread,) = asm([int32()], "mov.u32 $0, %tid.x;", "=r", [], has_side_effects=True)
-    warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
+    lane, warp = _lane_and_warp()
     # A lane tells where one row of one of four matrices goes.
-    lane = arith.remui(thread, i32(LANES))
     row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.remui(lane, i32(WARP_ROWS)))
     column = arith.muli(arith.divui(lane, i32(WARP_ROWS)), i32(MATRIX))
     for i, pairs in enumerate(registers):
