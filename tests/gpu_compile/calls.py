@@ -313,6 +313,21 @@ class MlaAppend:
         return Traceable(call, (pages, news, slots, scales), (0, 3), jax.tree.leaves(pages)[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One call of a function that moves parts of queries, keys or cache rows, or multiplies groups."""
+
+    function: str
+    shapes: tuple[tuple[int, ...], ...]
+    donated: tuple[int, ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
+
+    def traceable(self) -> Traceable:
+        arguments = tuple(shape(dims, jnp.bfloat16) for dims in self.shapes)
+        function = functools.partial(getattr(jax_paged_attn, self.function), **dict(self.options))
+        return Traceable(function, arguments, self.donated)
+
+
 Call = Attention | Append | Mla | MlaAppend | DemoStep
 
 MODELS = {
@@ -425,7 +440,7 @@ CALLS["latent attention"] = (
     Mla(page_size=24, rank=256, batch=8),
     Mla(page_size=144, rank=256, rope_dim=32, options=(("num_splits", 1),)),
     Mla(rank=384, batch=1, max_kv_len=65536, options=(("num_splits", 66), ("return_lse", True))),
-    Mla(192, rank=128, q_len=3, batch=513, max_kv_len=64),
+    Mla(192, rank=128, q_len=3, batch=512, max_kv_len=64),
 )
 CALLS["latent append"] = (
     MlaAppend(),
@@ -437,3 +452,15 @@ CALLS["latent append"] = (
     MlaAppend(dtypes=("float8_e4m3fn", "bfloat16"), paired=True, scale="token"),
 )
 CALLS["demo"] = (DemoStep(),)
+
+# Not kernels of ours: what XLA makes of them is one kernel each.
+MOVES = (
+    Move("mla_q_rope_extract", ((512, 128, 192),), options=(("nope", 128),)),
+    Move("mla_q_rope_writeback", ((512, 128, 192), (512, 128, 64)), (0,), (("nope", 128),)),
+    Move("mla_q_final_assemble", ((512, 128, 512), (512, 128, 64))),
+    Move("mla_kv_assemble", ((512, 128, 256), (512, 64)), options=(("nope", 128),)),
+    Move("mla_kv_assemble", ((512, 128, 320), (512, 64)), options=(("nope", 128), ("v_dim", 128))),
+    Move("mla_cache_assemble", ((512, 512), (512, 64))),
+    Move("mla_cache_assemble", ((512, 512), (512, 64)), options=(("v_form", "rope"),)),
+    Move("grouped_gemm", ((512, 128 * 128), (128 * 512, 128)), options=(("num_groups", 128),)),
+)

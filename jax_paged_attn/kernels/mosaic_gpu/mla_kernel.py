@@ -34,8 +34,9 @@ from .softmax import LN_2, LOG2_E, LOWEST
 i32 = jnp.int32
 # Of the 168 registers a thread that three warpgroups are launched with, the one with the queries takes more.
 VALUE_REGISTERS, SCORE_REGISTERS = 160, 184
-# Rows of "stats": what earlier sums are multiplied by; at a row's end, sum of weights, greatest score, lse.
-RESCALE, SUM, MAX, LSE = range(4)
+# Rows of "stats": what earlier sums are multiplied by; at a row's end what the output is multiplied by, and
+# the lse; or, of a piece of a row, the sum of its weights and their greatest score.
+RESCALE, FACTOR_OR_SUM, LSE_OR_MAX = range(3)
 # Entries of "run": which tiles are the block's, and which block it is.
 ROW, FIRST_TILE, NUM_TILES, TOTAL, PART, BLOCK = range(6)
 
@@ -131,17 +132,38 @@ class _Block:
         self.plan, self.table, self.refs = plan, table, refs
         self.rows = BatchRows(table, plan.tiling, plan.problem.batch)
 
+    def read(self, name: int) -> Any:
+        """Read an entry of "run"."""
+        return self.refs["run_smem"][name]
+
     @property
     def part(self) -> Any:
-        return self.refs["run_smem"][PART]
+        return self.read(PART)
 
     @property
     def block(self) -> Any:
-        return self.refs["run_smem"][BLOCK]
+        return self.read(BLOCK)
 
-    def piece(self, begins: Any) -> tuple[Any, Any, Any]:
-        """Where the partial results of a row go, which `begins` in the part or not."""
-        return self.part, jnp.where(begins, self.plan.schedule.sides - 1, 0), self.block
+    def exists(self, tile: Any) -> Any:
+        """Whether the part has a `tile`-th tile."""
+        return tile < self.read(NUM_TILES)
+
+    def range(self, row: Row, step: Any) -> tuple[Any, Any]:
+        """Which tiles of a row are the part's, of which the first is its `step`-th: [begin, end)."""
+        begin = jnp.where(step == 0, self.read(FIRST_TILE), 0)
+        return begin, jnp.minimum(begin + (self.read(NUM_TILES) - step), row.end_tile)
+
+    def begins(self, row: Row) -> Any:
+        """Whether the part has the first tile of a row of which it has some."""
+        return (row.index != self.read(ROW)) | (self.read(FIRST_TILE) == 0)
+
+    def whole(self, row: Row, end: Any) -> Any:
+        """Whether the part has all of a row, of which it has tiles up to `end`."""
+        return self.begins(row) & (end == row.end_tile) if self.plan.schedule.cuts_rows else True
+
+    def piece(self, row: Row) -> tuple[Any, Any, Any]:
+        """Where the partial results of a row go."""
+        return self.part, jnp.where(self.begins(row), self.plan.schedule.sides - 1, 0), self.block
 
     def set_registers(self, count: int, action: Any) -> None:
         if not self.operands.interpret:
@@ -172,14 +194,12 @@ class _Block:
     def run(self) -> Run:
         """Read what `find_run` has found."""
         plgpu.barrier_wait(self.refs["run_ready"])
-        row, first_tile, num_tiles = (self.refs["run_smem"][i] for i in (ROW, FIRST_TILE, NUM_TILES))
-        return Run(self.rows.row(row), first_tile, num_tiles)
+        return Run(self.rows.row(self.read(ROW)), self.read(FIRST_TILE), self.read(NUM_TILES))
 
-    def followers(self, row: Row, left: Any) -> Any:
-        """How many later parts go on with `row`, which begins where the part has `left` tiles left."""
-        num_tiles, total = (self.refs["run_smem"][i] for i in (NUM_TILES, TOTAL))
-        cuts = self.plan.schedule.cuts(_KnownRows(self.table, self.plan, total))
-        return cuts.followers(self.part, row, num_tiles - left)
+    def followers(self, row: Row, step: Any) -> Any:
+        """How many later parts go on with `row`, which begins with the part's `step`-th tile."""
+        cuts = self.plan.schedule.cuts(_KnownRows(self.table, self.plan, self.read(TOTAL)))
+        return cuts.followers(self.part, row, step)
 
     def keys_of(self, row: Row, tile: Any) -> tuple[Any, Any]:
         """(position of a tile's first key, how many of the tile's rows are keys, all of them its first)."""
@@ -234,25 +254,35 @@ def _multiply_keys(block: _Block) -> None:
         weight_sum = weight_sum * rescale + weights.sum(axis=1)
         return _Scores(weights.astype(p.dtype), rescale, new_max, weight_sum)
 
-    def publish(step, scores: _Scores, last: bool):
-        """Hand a tile's weights over, once those of the tile before have been used."""
+    def publish(step, scores: _Scores, whole: Any = None):
+        """Hand a tile's weights over, once those of the tile before have been used.
+
+        Of the last one of a row, `whole` says whether the part has all of it.
+        """
         pl.when(step > 0)(lambda: plgpu.barrier_wait(refs["p_consumed"]))
         refs["p_smem"][...] = scores.p
         stats = refs["stats_smem"]
         stats[RESCALE] = scores.rescale
-        if last:
+        if whole is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the row before have left
-            stats[SUM], stats[MAX] = scores.weight_sum, scores.max_log2
-            empty = scores.weight_sum == 0
-            lse = (scores.max_log2 + jnp.log2(jnp.where(empty, f32(1), scores.weight_sum))) * f32(LN_2)
-            stats[LSE] = jnp.where(empty, f32(-np.inf), lse)
+
+            def of_row():
+                empty = scores.weight_sum == 0
+                weight_sum = jnp.where(empty, f32(1), scores.weight_sum)
+                lse = (scores.max_log2 + jnp.log2(weight_sum)) * f32(LN_2)
+                return 1.0 / weight_sum, jnp.where(empty, f32(-np.inf), lse)
+
+            def of_piece():
+                return scores.weight_sum, scores.max_log2
+
+            stats[FACTOR_OR_SUM], stats[LSE_OR_MAX] = lax.cond(whole, of_row, of_piece)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["p_ready"])
 
     def attend_row(carry):
-        left, b, begin, step = carry
+        b, step = carry
         row = block.rows.row(b)
-        end = jnp.minimum(begin + left, row.end_tile)
+        begin, end = block.range(row, step)
         q_nope = block.at("q_nope", row)
         for columns, name in ((pl.ds(p.rank - LAST, LAST), "last"), (None, "rope")):
             source = q_nope.at[:, columns] if columns else block.at("q_pe", row)
@@ -278,15 +308,16 @@ def _multiply_keys(block: _Block) -> None:
 
         def attend_tile(tile, carry):
             step, state = carry
-            scores = multiply(step + 1, lambda: publish(step, state, last=False))
+            scores = multiply(step + 1, lambda: publish(step, state))
             plgpu.barrier_arrive(refs["p_turn"])
             return step + 1, softmax(scores, row, tile, state.max_log2, state.weight_sum)
 
         step, state = lax.fori_loop(begin + 1, end, attend_tile, (step, state))
-        publish(step, state, last=True)
+        row = block.rows.row(b)  # read again rather than kept in registers
+        publish(step, state, block.whole(row, end))
         plgpu.barrier_arrive(refs["p_turn"])
-        _store_stats(block, block.rows.row(b), begin, end, left)
-        return left - (end - begin), b + 1, i32(0), step + 1
+        _store_stats(block, row, end, step)
+        return b + 1, step + 1
 
     if plan.schedule.cuts_rows and not plan.schedule.cut_row_of_each_row:
 
@@ -294,9 +325,7 @@ def _multiply_keys(block: _Block) -> None:
         def _():
             refs["cut_rows_gmem"][block.part, 0] = i32(0)
 
-    lax.while_loop(
-        lambda carry: carry[0] > 0, attend_row, (run.num_tiles, run.row.index, run.first_tile, i32(0))
-    )
+    lax.while_loop(lambda carry: block.exists(carry[1]), attend_row, (run.row.index, i32(0)))
     pl.when(run.num_tiles > 0)(lambda: plgpu.barrier_wait(refs["p_consumed"]))
     plgpu.wait_smem_to_gmem(0)
 
@@ -327,16 +356,16 @@ def _multiply_values(block: _Block, half: int) -> None:
         refs["run_smem"],
     )
 
-    def load_rope(exists: Any, tile: Any) -> None:
+    def load_rope(tile: Any) -> None:
         """Bring the rotated keys of the part's `tile`-th tile, if that is for this warpgroup to do."""
         if loads_rope:
-            pl.when(exists)(lambda: loader.load_rope(tile))
+            pl.when(block.exists(tile))(lambda: loader.load_rope(tile))
 
-    def load_rope_after_first(left: Any, step: Any) -> None:
-        """The same when a row has been begun with tile `step`: for the tile after that."""
+    def load_rope_after(tile: Any) -> None:
+        """The same for the tile after `tile`, with which a row begins, when that has been read."""
         if loads_rope:
-            pl.when(left > 0)(lambda: plgpu.barrier_wait(refs["row_begun"]))
-            load_rope(left > 1, step + 1)
+            pl.when(block.exists(tile))(lambda: plgpu.barrier_wait(refs["row_begun"]))
+            load_rope(tile + 1)
 
     def start() -> _Walk:
         walk = _Walk(run.row, run.first_tile)
@@ -345,18 +374,18 @@ def _multiply_values(block: _Block, half: int) -> None:
             walk = _Walk(*next_tile(walk.row, walk.tile, block.rows))
         plgpu.commit_smem()
         for tile in map(i32, range(RING_TILES)):
-            pl.when(run.num_tiles > tile)(lambda tile=tile: loader.load_latents(tile))
-        load_rope(run.num_tiles > 0, i32(0))
-        load_rope_after_first(run.num_tiles, i32(0))
+            pl.when(block.exists(tile))(lambda tile=tile: loader.load_latents(tile))
+        load_rope(i32(0))
+        load_rope_after(i32(0))
         return walk
 
-    def load_next(walk: _Walk, left: Any, step: Any) -> _Walk:
+    def load_next(walk: _Walk, step: Any) -> _Walk:
         """Bring the latents that come into the slot of tile `step`, which is free."""
         plgpu.commit_smem()  # all warps are done with it
-        pl.when(left > RING_TILES)(lambda: loader.load_latents(step + RING_TILES))
+        pl.when(block.exists(step + RING_TILES))(lambda: loader.load_latents(step + RING_TILES))
         return _Walk(*next_tile(walk.row, walk.tile, block.rows))
 
-    def add_tile(acc, row, tile, left, step, walk, last):
+    def add_tile(acc, row, tile, step, walk, last):
         slot = refs["latents_smem"].at[slot_of(step, half)]
         plgpu.barrier_wait(refs["p_ready"])
         rescale = plgpu.load(refs["stats_smem"].at[RESCALE], layout=OF_QUERIES, optimized=False)
@@ -367,37 +396,37 @@ def _multiply_values(block: _Block, half: int) -> None:
 
         def meanwhile():
             if not last:  # Q K of the next tile is done, and the rotated keys after that can come
-                load_rope(left > 2, step + 2)
+                load_rope(step + 2)
             loader.look_up(walk.row, walk.tile, step + RING_TILES)
 
         return unit.add_values(acc, refs["p_smem"], slot, refs["p_turn"], meanwhile)
 
     def attend_tile(row, tile, carry):
         """A tile that is not the last of its row, or of the part."""
-        acc, left, step, walk = carry
-        acc = add_tile(acc, row, tile, left, step, walk, last=False)
+        acc, step, walk = carry
+        acc = add_tile(acc, row, tile, step, walk, last=False)
         plgpu.barrier_arrive(refs["p_consumed"])
-        return acc, left - 1, step + 1, load_next(walk, left, step)
+        return acc, step + 1, load_next(walk, step)
 
     def attend_row(carry):
-        left, b, begin, step, walk = carry
+        b, step, walk = carry
         row = block.rows.row(b)
-        end = jnp.minimum(begin + left, row.end_tile)
+        begin, end = block.range(row, step)
         acc = full((BLOCK_QUERIES, plan.half), 0, LAYOUT)
-        carry = (acc, left, step, walk)
+        carry = (acc, step, walk)
         carry = lax.fori_loop(begin, end - 1, lambda tile, c: attend_tile(row, tile, c), carry)
-        acc, left, step, walk = carry
+        acc, step, walk = carry
         row = block.rows.row(b)  # read again rather than kept in registers
-        acc = add_tile(acc, row, end - 1, left, step, walk, last=True)
+        acc = add_tile(acc, row, end - 1, step, walk, last=True)
         slot = refs["latents_smem"].at[slot_of(step, half)]
-        _store(block, half, row, begin, end, acc, slot)
-        load_rope_after_first(left - 1, step + 1)
-        return left - 1, b + 1, i32(0), step + 1, load_next(walk, left, step)
+        _store(block, half, row, end, acc, slot)
+        load_rope_after(step + 1)
+        return b + 1, step + 1, load_next(walk, step)
 
     lax.while_loop(
-        lambda carry: carry[0] > 0,
+        lambda carry: block.exists(carry[1]),
         attend_row,
-        (run.num_tiles, run.row.index, run.first_tile, i32(0), start()),
+        (run.row.index, i32(0), start()),
     )
     plgpu.wait_smem_to_gmem(0)
 
@@ -406,7 +435,6 @@ def _store(
     block: _Block,
     half: int,
     row: Row,
-    begin: Any,
     end: Any,
     acc: jax.Array,
     slot: Any,
@@ -415,14 +443,13 @@ def _store(
     plan, refs = block.plan, block.refs
     schedule = plan.schedule
     columns = pl.ds(half * plan.half, plan.half)
-    begins, ends = begin == 0, end == row.end_tile  # a row's keys begin with its first tile
-    whole = begins & ends if schedule.cuts_rows else True
-    weight_sum = plgpu.load(refs["stats_smem"].at[SUM], layout=OF_QUERIES, optimized=False)
+    whole = block.whole(row, end)
+    factor = plgpu.load(refs["stats_smem"].at[FACTOR_OR_SUM], layout=OF_QUERIES, optimized=False)
     if schedule.cuts_rows:
 
         @pl.when(jnp.logical_not(whole))
         def _():
-            piece = refs["acc_gmem"].at[(*block.piece(begins), slice(None), columns)]
+            piece = refs["acc_gmem"].at[(*block.piece(row), slice(None), columns)]
             block.operands.store_piece(acc, piece)
 
     plgpu.commit_smem()  # all warps have read, and are done with the slot
@@ -430,31 +457,29 @@ def _store(
 
     @pl.when(whole)
     def _():
-        inverse = 1.0 / jnp.where(weight_sum == 0, f32(1), weight_sum)
-        block.operands.store(acc * along_columns(inverse, acc.shape), slot)
+        block.operands.store(acc * along_columns(factor, acc.shape), slot)
         # Queries past the row's own are dropped.
         plgpu.copy_smem_to_gmem(slot, block.at("out", row).at[:, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store_stats(block: _Block, row: Row, begin: Any, end: Any, left: Any) -> None:
+def _store_stats(block: _Block, row: Row, end: Any, last_step: Any) -> None:
     """Begin to write what a row has besides its output, and list it if later parts go on with it."""
     schedule, refs = block.plan.schedule, block.refs
-    stats, begins = refs["stats_smem"], begin == 0
-    whole = begins & (end == row.end_tile) if schedule.cuts_rows else True
+    stats, begins, whole = refs["stats_smem"], block.begins(row), block.whole(row, end)
     if block.plan.problem.return_lse:
 
         @pl.when(whole)
         def _():
-            plgpu.copy_smem_to_gmem(stats.at[LSE], block.at("lse", row))
+            plgpu.copy_smem_to_gmem(stats.at[LSE_OR_MAX], block.at("lse", row))
 
     if not schedule.cuts_rows:
         return
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        for i, name in enumerate((MAX, SUM)):
-            plgpu.copy_smem_to_gmem(stats.at[name], refs["max_sum_gmem"].at[(*block.piece(begins), i)])
+        for i, name in enumerate((LSE_OR_MAX, FACTOR_OR_SUM)):
+            plgpu.copy_smem_to_gmem(stats.at[name], refs["max_sum_gmem"].at[(*block.piece(row), i)])
 
     entry = row.index if schedule.cut_row_of_each_row else block.part
 
@@ -463,6 +488,8 @@ def _store_stats(block: _Block, row: Row, begin: Any, end: Any, left: Any) -> No
             refs["cut_rows_gmem"][entry, i] = value
 
     once = block.block == 0  # and not for each block of queries
-    pl.when(begins & once & jnp.logical_not(whole))(lambda: record(block.followers(row, left)))
+    pl.when(begins & once & jnp.logical_not(whole))(
+        lambda: record(block.followers(row, last_step + 1 - end))  # the row has tiles 0 to `end` here
+    )
     if schedule.cut_row_of_each_row:
         pl.when(whole & once)(lambda: record(i32(0)))

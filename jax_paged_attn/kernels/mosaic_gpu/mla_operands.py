@@ -17,7 +17,7 @@ from .inline import address, asm, i32, int32, int64, offset_in
 from .integers import div
 from .layouts import LANES, NUM_WARPS, THREADS, WARP_ROWS, f32
 from .mla_plan import BLOCK_KV, BLOCK_QUERIES, Plan
-from .shared_tile import SharedTile
+from .shared_tile import SWIZZLE_ROWS, SharedTile
 from .wide_operands import MATRIX
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -178,14 +178,17 @@ def _store_matrices(registers: Any, ref: ir.Value, tile: SharedTile) -> None:
     # A lane tells where one row of one of four matrices goes.
     row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.remui(lane, i32(WARP_ROWS)))
     column = arith.muli(arith.divui(lane, i32(WARP_ROWS)), i32(MATRIX))
+    per_piece = tile.width // (2 * MATRIX)  # of which one follows another at the same places
+    offsets = [offset_in(tile, row, arith.addi(column, i32(2 * MATRIX * i))) for i in range(per_piece)]
     for i, pairs in enumerate(registers):
-        at = offset_in(tile, row, arith.addi(column, i32(2 * MATRIX * i)))
+        piece, at = divmod(i, per_piece)
         words = [utils.bitcast(word, int32()) for pair in pairs for word in pair]
         asm(
             [],
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+            f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{piece * SWIZZLE_ROWS * tile.row_bytes}], "
+            "{$1, $2, $3, $4};",
             "r,r,r,r,r,~{memory}",
-            [arith.addi(base, at), *words],
+            [arith.addi(base, offsets[at]), *words],
             has_side_effects=True,
         )
 

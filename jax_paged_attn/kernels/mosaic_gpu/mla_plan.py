@@ -117,7 +117,7 @@ class Plan:
             "q_last_smem": self.tile(64).scratch(BLOCK_QUERIES),
             "q_rope_smem": self.tile(p.rope_dim).scratch(BLOCK_QUERIES),
             "p_smem": self.tile(BLOCK_KV).scratch(BLOCK_QUERIES),
-            "stats_smem": plgpu.SMEM((4, BLOCK_QUERIES), f32),
+            "stats_smem": plgpu.SMEM((3, BLOCK_QUERIES), f32),
             "run_smem": plgpu.SMEM((RUN_VALUES + VALUE_WARPGROUPS * RING_TILES * (1 + copies),), jnp.int32),
             "rows_ready": rows_ready,
             "run_ready": plgpu.Barrier(),
