@@ -13,7 +13,7 @@ def grouped_gemm(a: ArrayLike, b: ArrayLike, *, num_groups: int) -> jax.Array:
     """Multiply groups of columns of `a` with groups of rows of `b`: ``C_g = A_g @ B_g.T``.
 
     The product by which latent attention absorbs a projection into each head's query, and extracts each
-    head's values. XLA's own dot, which reads and writes the groups where they lie.
+    head's values. XLA's own dot, which reads and writes the groups where they lie, in one kernel.
 
     Parameters
     ----------

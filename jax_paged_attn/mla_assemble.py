@@ -1,6 +1,7 @@
 """Moving the parts of latent attention's queries, keys and cache rows to where they belong.
 
-Pure data movement in plain jnp, which XLA fuses into one kernel a function (`tests/gpu_compile` counts them).
+Pure data movement in plain jnp, of which XLA makes one kernel for each array that a function yields
+(`tests/gpu_compile` counts them).
 """
 
 import functools

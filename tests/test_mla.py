@@ -183,7 +183,7 @@ def test_mapped_scales_of_tokens_move_with_their_pools():
     stacked: Any = jax.tree.map(lambda x: jnp.stack([x, x]), queries_and_pages)
     scales = jnp.stack([inputs.options["kv_scale"], 2 * inputs.options["kv_scale"]])
 
-    def call(queries_and_pages: Any, kv_scale):
+    def call(queries_and_pages: Any, kv_scale) -> Any:
         q_nope, q_pe, pages = queries_and_pages
         return mla_decode(q_nope, q_pe, pages, inputs.args[3], sm_scale=0.01, kv_scale=kv_scale)
 

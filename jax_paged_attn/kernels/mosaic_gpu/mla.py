@@ -91,11 +91,9 @@ def run(
     p, x = problem, operands
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     rope_pages = x.latent_pages if x.rope_pages is None else x.rope_pages
-    padding = Plan(p, config).queries - p.queries
-    q_nope, q_pe = (
-        jnp.pad(q.reshape(p.batch, p.queries, q.shape[-1]), ((0, 0), (0, padding), (0, 0)))
-        for q in (x.q_nope, x.q_pe)
-    )
+    q_nope, q_pe = (q.reshape(p.batch, p.queries, q.shape[-1]) for q in (x.q_nope, x.q_pe))
+    if padding := Plan(p, config).queries - p.queries:  # registers take whole blocks
+        q_nope, q_pe = (jnp.pad(q, ((0, 0), (0, padding), (0, 0))) for q in (q_nope, q_pe))
     launches = []
     step = rows_per_launch(p)
     for start in range(0, p.batch, step):
@@ -124,7 +122,8 @@ def run(
     out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
     queries = (p.batch, p.q_len, p.num_heads)
     out = out.reshape(*queries, p.rank)
-    lse = None if lse is None else lse[:, : p.queries].reshape(queries)
+    if lse is not None:
+        lse = (lse[:, : p.queries] if padding else lse).reshape(queries)
     # What a kernel makes counts as the same on all devices, which its operands may not be.
     axes = varying_axes(operands)
     joined = (out, lse)

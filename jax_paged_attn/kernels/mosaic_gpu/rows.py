@@ -187,11 +187,10 @@ class SearchedRows(VectorRows):
 
     def find(self, tile) -> tuple[Row, Any]:
         """(the row that holds the `tile`-th tile of all, tiles of the rows before it)."""
-        chunk, before = i32(0), i32(0)
+        chunk, before, seen = i32(0), i32(0), i32(0)
         for c in range(len(self.sums) - 1):
-            passed = before + self._chunk_total(c) <= tile
-            chunk = jnp.where(passed, c + 1, chunk)
-            before = jnp.where(passed, before + self._chunk_total(c), before)
+            seen = seen + self._chunk_total(c)
+            chunk, before = jnp.where(seen <= tile, c + 1, chunk), jnp.where(seen <= tile, seen, before)
         lane = i32(0)  # of the first row whose tiles, with those before it, are more than `tile`
         for step in (1 << k for k in reversed(range((CHUNK - 1).bit_length()))):
             passed = before + self.sums_smem[self.buffer, chunk, CHUNK + lane + step - 1] <= tile
