@@ -36,6 +36,8 @@ class Problem:
         Runs that each row's tiles are cut into; None leaves it to the implementation.
     contiguous : bool
         Whether row b is page b, whole: then the page table says nothing but ``kv_lens``.
+    values_in_keys : bool
+        Whether the values are the keys' first `v_head_dim` columns, as in latent attention.
     """
 
     batch: int
@@ -56,6 +58,7 @@ class Problem:
     return_lse: bool = False
     num_splits: int | None = None
     contiguous: bool = False
+    values_in_keys: bool = False
 
     @property
     def group_size(self) -> int:

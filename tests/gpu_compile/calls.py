@@ -435,6 +435,8 @@ CALLS["append, rotated"] = (
 CALLS["latent attention"] = (
     Mla(),
     Mla(64, options=(("return_lse", True),)),
+    Mla(16, options=(("return_lse", True),)),
+    Mla(5, rank=256, page_size=16, batch=8),
     Mla(page_size=16, q_len=2, stacked=True),
     Mla(page_size=16, paired=True, dtype="float16"),
     Mla(page_size=24, rank=256, batch=8),

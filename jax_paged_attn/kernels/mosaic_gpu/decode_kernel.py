@@ -41,10 +41,14 @@ def launch(
     v_pages: Any,
     table: Table,
     scales: dict[str, jax.Array],
+    q_rope: jax.Array | None = None,
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Launch the kernel; `scales` are "sm_scale" and, where there are such, "k_scale", "v_scale", flat.
+    """Launch the kernel.
+
+    `scales` are "sm_scale" and, where there are such, "k_scale", "v_scale", flat. `q_rope` has the last
+    columns of queries, where `q` lacks them; only operands in shared memory take it.
 
     Returns
     -------
@@ -57,8 +61,12 @@ def launch(
     unit = plan.operands(interpret=interpret is not None)
     block_kv, heads = plan.config.block_kv, plan.tile_heads
     table_arrays = table.arrays()
-    grouped = q.reshape(p.batch, p.num_kv_heads, p.group_size, p.head_dim)
-    operands = [grouped, k_pages, v_pages, *table_arrays.values(), *scales.values()]
+    parts = {"q": q} if q_rope is None else {"q": q, "q_rope": q_rope}
+    q_arrays = {
+        name: part.reshape(p.batch, p.num_kv_heads, p.group_size, part.shape[-1])
+        for name, part in parts.items()
+    }
+    operands = [k_pages, v_pages, *table_arrays.values(), *scales.values(), *q_arrays.values()]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
@@ -68,9 +76,9 @@ def launch(
         out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.schedule.num_cut_rows, 3), i32)
 
     def body(*args, **scratch):
-        q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
+        k_gmem, v_gmem, *rest = args[: len(operands)]
         table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
-        names = [f"{name}_gmem" for name in (*scales, *out_types)]
+        names = [f"{name}_gmem" for name in (*scales, *q_arrays, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, _, head_tile = find_head_tile(plan, head)
@@ -103,14 +111,15 @@ def launch(
             scales=tuple((refs[f"{name}_gmem"], scratch[f"{name}_smem"]) for name in plan.token_scaled),
             entries_smem=scratch.get("entries_smem"),
             entries_ready=scratch.get("entries_ready"),
-            **{name: scratch[name] for name in ("k_smem", "v_smem", "kv_ready")},
+            v_smem=scratch.get("v_smem"),
+            **{name: scratch[name] for name in ("k_smem", "kv_ready")},
         )
 
         def load_q(b, slot):
             wide = pl.ds(0, p.head_dim) if p.head_dim == plan.k_columns else pl.ds(part * 0, plan.k_columns)
             # Rows past the tile's own heads belong to other heads or read as 0; their results are dropped.
             plgpu.copy_gmem_to_smem(
-                q_gmem.at[b, kv_head, pl.ds(head_tile * heads, heads), wide],
+                refs["q_gmem"].at[b, kv_head, pl.ds(head_tile * heads, heads), wide],
                 scratch["q_smem"].at[slot],
                 scratch["q_ready"],
             )
@@ -151,7 +160,11 @@ def launch(
                 state, probs, rescale = state.update(s, valid, unit.headroom)
             is_key = functools.partial(valid_keys, row, tile) if masked else None
             acc = acc * along_rows(rescale, acc.shape)
-            acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
+            if p.values_in_keys:
+                values = scratch["k_smem"].at[slot, :, pl.ds(0, plan.v_columns)]
+            else:
+                values = scratch["v_smem"].at[slot]
+            acc = unit.add_values(acc, values, probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
             plgpu.commit_smem()  # everyone is done with the slot and with p_smem
@@ -205,7 +218,11 @@ def launch(
             row = rows.row(b)
             end = jnp.minimum(begin + left, row.end_tile)
             if isinstance(unit, WideOperands):
-                unit.bring_queries(q_gmem.at[b, kv_head], head_tile * heads, scratch["q_smem"])
+                column = 0
+                for name, part in q_arrays.items():
+                    source = refs[f"{name}_gmem"].at[b, kv_head]
+                    unit.bring_queries(source, head_tile * heads, scratch["q_smem"], column)
+                    column += part.shape[-1]
                 queries, factor = scratch["q_smem"], None
             else:
                 plgpu.barrier_wait(scratch["q_ready"])

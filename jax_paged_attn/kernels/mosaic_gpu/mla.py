@@ -1,6 +1,7 @@
 """Latent attention of rows over a paged cache, for Hopper GPUs (compute capability 9.0).
 
 `mla_kernel.py` is the kernel, `mla_merge.py` its second launch; `mla_plan.py` says how they cut their work.
+Few heads are served by the decode kernel, with one kv head whose values are the first columns of its keys.
 """
 
 import dataclasses
@@ -11,15 +12,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_paged_attn.calls import attention
 from jax_paged_attn.calls.mla import Operands, Problem
 from jax_paged_attn.dispatch import Target, varying_axes
 from jax_paged_attn.kernels import Usage
 
-from .config import PARTS_GIVEN_UP, rows_per_launch
+from . import decode_kernel, merge_kernel, shared_memory
+from . import plan as decode_plan
+from .config import BLOCKS_PER_CORE, PARTS_GIVEN_UP, rows_per_launch
 from .integers import ceil_div
+from .layouts import MMA_ROWS
 from .mla_kernel import launch
 from .mla_merge import merge
-from .mla_plan import BLOCK_KV, Config, Plan, smem_bytes
+from .mla_plan import BLOCK_KV, Config, Plan
+from .mla_plan import smem_bytes as mla_smem_bytes
 from .plan import MAX_PARTS
 from .rows import Table
 from .schedule import even_parts
@@ -30,7 +36,48 @@ __all__ = ["Config", "default_config", "run", "usage", "why_not"]
 DTYPES = ("bfloat16", "float16")
 RANKS = (128, 256, 384, 512)
 ROPE_DIMS = (32, 64)
+MAX_FEW_HEADS, FEW_STAGES = 16, 2
+SMEM_BYTES = 232_448  # of a block on Hopper
 MIN_PAGE_SIZE = 16  # for smaller ones registers do not last
+
+
+def as_one_head(problem: Problem) -> attention.Problem | None:
+    """The attention of few query heads over one kv head that a problem is, if the decode kernel can serve it.
+
+    Blocks of 64 queries would be mostly padding, and a tile of 16 waits for nothing but memory.
+    """
+    p = problem
+    columns = p.rank + p.rope_dim
+    if p.paired or p.q_len != 1 or p.num_heads > MAX_FEW_HEADS or columns % MMA_ROWS:
+        return None
+    return attention.Problem(
+        batch=p.batch,
+        num_q_heads=p.num_heads,
+        num_kv_heads=1,
+        head_dim=columns,
+        v_head_dim=p.rank,
+        page_size=p.page_size,
+        num_pages=p.num_pages,
+        num_entries=p.num_entries,
+        dtype=p.dtype,
+        k_dtype=p.latent_dtype,
+        v_dtype=p.latent_dtype,
+        return_lse=p.return_lse,
+        num_splits=p.num_splits,
+        values_in_keys=True,
+    )
+
+
+def few_plan(problem: Problem, config: Config) -> decode_plan.Plan | None:
+    """The decode kernel's plan for few heads, with as many tiles in flight as fit; None for more heads."""
+    of_one_head = as_one_head(problem)
+    if of_one_head is None:
+        return None
+    plans = (
+        decode_plan.Plan(of_one_head, decode_plan.Config(BLOCK_KV, stages, config.num_parts))
+        for stages in (FEW_STAGES, 1)
+    )
+    return next((plan for plan in plans if shared_memory.smem_bytes(plan) <= SMEM_BYTES), None)
 
 
 def one_launch(problem: Problem) -> Problem:
@@ -69,19 +116,25 @@ def why_not(problem: Problem, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """A thread block for each multiprocessor: shared memory and registers leave room for no more."""
+    """As many thread blocks as shared memory leaves room for: one a multiprocessor, or two of few heads."""
     problem = one_launch(problem)
-    parts = max(target.core_count // Plan(problem, Config()).blocks, 1)
-    return Config(num_parts=even_parts(parts, problem.batch, PARTS_GIVEN_UP))
+    parts = target.core_count // Plan(problem, Config()).blocks
+    if few := few_plan(problem, Config()):
+        # A block may use all of a multiprocessor's shared memory but a kilobyte, which each takes besides.
+        room = (target.smem_bytes + 1024) // (shared_memory.smem_bytes(few) + 1024)
+        parts = min(BLOCKS_PER_CORE, room) * target.core_count
+    return Config(num_parts=even_parts(max(parts, 1), problem.batch, PARTS_GIVEN_UP))
 
 
 def usage(problem: Problem, config: Config) -> Usage:
     """What a launch takes."""
-    plan = Plan(one_launch(problem), config)
+    few, plan = few_plan(one_launch(problem), config), Plan(one_launch(problem), config)
     launches = ceil_div(problem.batch, plan.problem.batch)
-    floats = sum(math.prod(shape) for shape in plan.partial_shapes().values())
-    cut_rows = 3 * plan.schedule.num_cut_rows if plan.schedule.cuts_rows else 0
-    return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * launches * (floats + cut_rows))
+    schedule, partials = (few or plan).schedule, (few or plan).partial_shapes()
+    floats = sum(math.prod(shape) for shape in partials.values())
+    cut_rows = 3 * schedule.num_cut_rows if schedule.cuts_rows else 0
+    smem_bytes = shared_memory.smem_bytes(few) if few else mla_smem_bytes(plan)
+    return Usage(smem_bytes=smem_bytes, workspace_bytes=4 * launches * (floats + cut_rows))
 
 
 def run(
@@ -92,7 +145,8 @@ def run(
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     rope_pages = x.latent_pages if x.rope_pages is None else x.rope_pages
     q_nope, q_pe = (q.reshape(p.batch, p.queries, q.shape[-1]) for q in (x.q_nope, x.q_pe))
-    if padding := Plan(p, config).queries - p.queries:  # registers take whole blocks
+    padding = 0 if few_plan(p, config) else Plan(p, config).queries - p.queries
+    if padding:  # registers take whole blocks
         q_nope, q_pe = (jnp.pad(q, ((0, 0), (0, padding), (0, 0))) for q in (q_nope, q_pe))
     launches = []
     step = rows_per_launch(p)
@@ -105,7 +159,18 @@ def run(
             row_starts=table.row_starts[rows],
             row_pages=table.row_pages[rows],
         )
-        plan = Plan(dataclasses.replace(p, batch=table.kv_lens.shape[0]), config)
+        part = dataclasses.replace(p, batch=table.kv_lens.shape[0])
+        if few := few_plan(part, config):
+            scales = {"sm_scale": x.sm_scale.reshape(1)}
+            pages = x.latent_pages[:, None]  # [num_pages, 1 kv head, page_size, columns]
+            results = decode_kernel.launch(
+                few, q_nope[rows], pages, pages, table, scales, q_pe[rows], interpret=params
+            )
+            if few.cuts_rows:
+                results = merge_kernel.merge(few, results, scales, interpret=params)
+            launches.append((results["out"], results.get("lse")))
+            continue
+        plan = Plan(part, config)
         results = launch(
             plan,
             q_nope[rows],

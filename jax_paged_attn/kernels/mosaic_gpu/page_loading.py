@@ -125,7 +125,8 @@ def advance(cursor: Cursor, rows: BatchRows) -> Cursor:
 class TileLoader:
     """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there.
 
-    A contiguous cache has no table: `indices_gmem` and what holds its entries are None. `scales` are pairs of
+    A contiguous cache has no table: `indices_gmem` and what holds its entries are None. Where values are part
+    of the keys, `v_smem` is None. `scales` are pairs of
     a flat pool of scales of tokens and their ring, to be waited for by `token_scales`.
     """
 
@@ -147,9 +148,9 @@ class TileLoader:
     scales: tuple[tuple[Any, Any], ...]
 
     @staticmethod
-    def scratch(tiling: Tiling, num_stages: int, *, paged: bool) -> dict[str, Any]:
+    def scratch(tiling: Tiling, num_stages: int, pools: int, *, paged: bool) -> dict[str, Any]:
         """Shared memory of the fetched table entries, and the barriers of all copies."""
-        arrivals = 2 * tiling.pages_per_tile
+        arrivals = pools * tiling.pages_per_tile
         types: dict[str, Any] = {"kv_ready": plgpu.Barrier(num_barriers=num_stages, num_arrivals=arrivals)}
         if paged:
             # All are filled at the start; later one when a tile is copied, whose entries lie in another.
@@ -198,6 +199,8 @@ class TileLoader:
                 (self.k_pages, self.k_gmem, self.k_smem),
                 (self.v_pages, self.v_gmem, self.v_smem),
             ):
+                if smem is None:
+                    continue
                 for j, block in enumerate(blocks):
                     target = smem.at[slot, pl.ds(j * self.tiling.pitch, self.tiling.copy_rows)]
                     plgpu.copy_gmem_to_smem(window(spec, gmem, block), target, self.kv_ready.at[slot])

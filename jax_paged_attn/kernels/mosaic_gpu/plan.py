@@ -17,7 +17,14 @@ from .tiling import Tiling
 from .wide_operands import WideOperands
 
 MAX_TILE_HEADS = 16  # query heads of a tile
-MAX_WIDE_TILE_HEADS = {64: 72, 128: 48, 192: 40, 256: 32}  # with `wgmma`, by the output's columns
+MAX_WIDE_TILE_HEADS = {
+    64: 72,
+    128: 48,
+    192: 40,
+    256: 32,
+    384: 24,
+    512: 16,
+}  # with `wgmma`, by the output's columns
 MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
 # rows, 1 us slower at 64).
@@ -132,11 +139,15 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """Whether the group has too many query heads for registers, and shared memory suits `wgmma`."""
+        """Whether operands stay in shared memory, as it suits `wgmma`.
+
+        Of a group that has too many query heads for registers, or of values that are also keys.
+        """
         p = self.problem
         swizzles = all(dim % MMA_ROWS == 0 for dim in (p.head_dim, p.v_head_dim)) and self.tiling.swizzled
         one_instruction = self.config.block_kv == MMA_ROWS
-        return p.group_size > MAX_TILE_HEADS and not self.quantized and swizzles and one_instruction
+        asked_for = p.group_size > MAX_TILE_HEADS or p.values_in_keys
+        return asked_for and not self.quantized and swizzles and one_instruction
 
     @property
     def head_groups(self) -> int:

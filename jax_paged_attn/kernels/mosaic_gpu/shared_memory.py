@@ -21,10 +21,13 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     ring = (plan.config.num_stages, plan.config.block_kv)
     types = {
         "k_smem": plan.k_tile.scratch(*ring),
-        "v_smem": plan.v_tile.scratch(*ring),
         "out_smem": plan.out_tile(plan.v_columns).scratch(heads),
         "stats_smem": plgpu.SMEM((2, heads), f32),
-    } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
+    }
+    if not p.values_in_keys:
+        types["v_smem"] = plan.v_tile.scratch(*ring)
+    pools = 1 if p.values_in_keys else 2
+    types |= TileLoader.scratch(plan.tiling, plan.config.num_stages, pools, paged=not p.contiguous)
     if plan.wide:
         types["q_smem"] = plan.q_tile.scratch(heads)
         types["p_smem"] = plan.p_tile.scratch(heads)
