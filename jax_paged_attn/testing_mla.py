@@ -90,7 +90,7 @@ MLA_CASES = (
     MlaCase("q_len_3_not_causal", (0, 5, 70), q_len=3, causal=False),
     MlaCase("q_len_70", (70, 100), 2, q_len=70),
     MlaCase("splits_1", num_splits=1),
-    MlaCase("splits_3", (0, 1, 64, 400), 20, num_splits=3, newest=True, interpret=True),
+    MlaCase("splits_3", (0, 1, 64, 400), 50, num_splits=3, newest=True, interpret=True),
     MlaCase("float16", dtype="float16"),
     MlaCase("float32", dtype="float32", refused_by=_KERNEL),
     MlaCase("pair", paired=True, newest=True),
@@ -106,7 +106,7 @@ MLA_CASES = (
     MlaCase("int8_tensor", cache_dtypes=_INT8, scale="tensor", dtype="float16", refused_by=_KERNEL),
     MlaCase("all_empty", (0, 0)),
     MlaCase("one_token", (1,)),
-    MlaCase("many_rows", tuple(range(0, 160, 4)), 20, interpret=True),
+    MlaCase("many_rows", tuple(range(0, 160, 4)), 50, interpret=True),
     MlaCase("one_long_row", (1500, 3, 0), interpret=True),
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ __all__ = ["Config", "default_config", "run", "usage", "why_not"]
 DTYPES = ("bfloat16", "float16")
 RANKS = (128, 256, 384, 512)
 ROPE_DIMS = (32, 64)
-MAX_FEW_HEADS, FEW_STAGES = 16, 2
+FEW_STAGES = 2
 SMEM_BYTES = 232_448  # of a block on Hopper
 MIN_PAGE_SIZE = 16  # for smaller ones registers do not last
 
@@ -44,11 +44,12 @@ MIN_PAGE_SIZE = 16  # for smaller ones registers do not last
 def as_one_head(problem: Problem) -> attention.Problem | None:
     """The attention of few query heads over one kv head that a problem is, if the decode kernel can serve it.
 
-    Blocks of 64 queries would be mostly padding, and a tile of 16 waits for nothing but memory.
+    Blocks of 64 queries would be mostly padding, and a tile of a few waits for nothing but memory.
     """
     p = problem
     columns = p.rank + p.rope_dim
-    if p.paired or p.q_len != 1 or p.num_heads > MAX_FEW_HEADS or columns % MMA_ROWS:
+    few = p.num_heads <= decode_plan.MAX_WIDE_TILE_HEADS[p.rank]
+    if p.paired or p.q_len != 1 or not few or columns % MMA_ROWS:
         return None
     return attention.Problem(
         batch=p.batch,
