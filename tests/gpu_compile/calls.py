@@ -255,6 +255,7 @@ class Mla:
     dtype: str = "bfloat16"
     paired: bool = False
     stacked: bool = False  # called in a scan, whose iterations' results are stacked
+    padded: bool = False  # by XLA, to whole blocks of queries
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
 
     def traceable(self) -> Traceable:
@@ -440,6 +441,7 @@ CALLS["latent attention"] = (
     Mla(32, rank=256, options=(("return_lse", True),)),
     Mla(16, rank=384, page_size=24),
     Mla(48, rank=128),
+    Mla(71, rank=128, padded=True),
     Mla(page_size=16, q_len=2, stacked=True),
     Mla(page_size=16, paired=True, dtype="float16"),
     Mla(page_size=24, rank=256, batch=8),

@@ -187,7 +187,7 @@ def run(
         launches.append((results["out"], results.get("lse")))
     out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *launches) if launches[1:] else launches[0]
     queries = (p.batch, p.q_len, p.num_heads)
-    out = out.reshape(*queries, p.rank)
+    out = (out if out.shape[1] == p.queries else out[:, : p.queries]).reshape(*queries, p.rank)
     if lse is not None:
         lse = (lse[:, : p.queries] if padding else lse).reshape(queries)
     # What a kernel makes counts as the same on all devices, which its operands may not be.

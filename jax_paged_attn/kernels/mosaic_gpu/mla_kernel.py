@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .integers import div
+from .integers import div, round_up
 from .layouts import along_columns, along_rows, f32, full
 from .mla_loading import LatentLoader, slot_of
 from .mla_operands import LAST, LAYOUT, OF_KEYS, OF_QUERIES, LatentOperands
@@ -29,6 +29,7 @@ from .mla_plan import BLOCK_KV, BLOCK_QUERIES, RING_TILES, VALUE_WARPGROUPS, Pla
 from .page_loading import next_tile
 from .rows import BatchRows, Row, SearchedRows, Table
 from .schedule import BalancedCuts, Run
+from .shared_tile import SWIZZLE_ROWS
 from .softmax import LN_2, LOG2_E, LOWEST
 
 i32 = jnp.int32
@@ -57,14 +58,16 @@ def launch(
     Returns
     -------
     dict
-        "out" [batch, queries, rank] and (with return_lse) "lse" [batch, queries in whole blocks] of the rows
-        that lie in one part, and for the merge: "acc" and "max_sum" of row pieces, and "cut_rows" as in the
-        decode kernel.
+        "out" [batch, queries in whole groups of 8, rank] and (with return_lse) "lse" [batch, queries in whole
+        blocks] of the rows that lie in one part, and for the merge: "acc" and "max_sum" of row pieces, and
+        "cut_rows" as in the decode kernel.
     """
     p, schedule = plan.problem, plan.schedule
     table_arrays = table.arrays()
     operands = [q_nope, q_pe, latent_pages, rope_pages, *table_arrays.values(), sm_scale]
-    out_types = {"out": jax.ShapeDtypeStruct((p.batch, p.queries, p.rank), p.dtype)}
+    # Copies out of swizzled rows go to arrays of whole groups of them.
+    out_rows = round_up(p.queries, SWIZZLE_ROWS)
+    out_types = {"out": jax.ShapeDtypeStruct((p.batch, out_rows, p.rank), p.dtype)}
     if p.return_lse:
         out_types["lse"] = jax.ShapeDtypeStruct((p.batch, plan.queries), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in plan.partial_shapes().items()}
@@ -458,7 +461,7 @@ def _store(
     @pl.when(whole)
     def _():
         block.operands.store(acc * along_columns(factor, acc.shape), slot)
-        # Queries past the row's own are dropped.
+        # What lies past the array is dropped.
         plgpu.copy_smem_to_gmem(slot, block.at("out", row).at[:, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
