@@ -20,13 +20,14 @@ from .softmax import LN_2, LOWEST
 i32 = jnp.int32
 # Pieces read at once, as their latency is what this kernel waits for, within 64 registers a thread.
 MIN_PIECES, MAX_PIECES = 4, 16
+MAX_QUERIES = 4  # one after another in a block
 
 
 def queries_per_block(plan: Plan) -> int:
     """Queries that a block merges one after another: few where rows are few."""
     blocks = plan.schedule.num_cut_rows * plan.queries
     count = 1
-    while count < 8 and blocks > count * MAX_MERGE_BLOCKS:
+    while count < MAX_QUERIES and blocks > count * MAX_MERGE_BLOCKS:
         count *= 2
     return count
 
