@@ -202,8 +202,10 @@ class Settings:
         return cls(tuple(arguments.layouts), arguments.implementation, arguments.iterations)
 
 
-def add_workload_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add the options of a benchmark of named workloads."""
+def add_workload_options(
+    parser: argparse.ArgumentParser, names: Sequence[str], *, layouts: bool = True
+) -> None:
+    """Add the options of a benchmark of named workloads, whose caches have `layouts` or not."""
     add = parser.add_argument
     add(
         "--workloads",
@@ -211,7 +213,8 @@ def add_workload_options(parser: argparse.ArgumentParser, names: Sequence[str]) 
         default=names,
         help=f"some of {','.join(names)}; * stands for any characters",
     )
-    add("--layouts", type=functools.partial(chosen, LAYOUTS, "layout"), default=LAYOUTS, help="HND,NHD")
+    if layouts:
+        add("--layouts", type=functools.partial(chosen, LAYOUTS, "layout"), default=LAYOUTS, help="HND,NHD")
     add("--implementation", help="mosaic_gpu, xla, ...; left out: the default choice")
 
 

@@ -161,6 +161,8 @@ class Implementation:
         try:
             module = self.load(operation)
         except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == self.module(operation):
+                return f"has no kernel for {' and '.join(operation.functions)}"
             return f"cannot be imported: {error}"
         return module.why_not(problem, target)
 

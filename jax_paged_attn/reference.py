@@ -5,6 +5,7 @@ precision of matrix products, whatever the dtype of its inputs. It returns float
 their dtype. A row is gathered whole; tokens are written one after the other.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -267,6 +268,19 @@ def _weighted(scores: jax.Array, v: jax.Array, sinks: jax.Array) -> tuple[jax.Ar
     return out.reshape(*weights.shape[:2], -1), lse[..., 0]
 
 
+def _attend_row(
+    q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, sm_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attend by q [num_q_heads, head_dim] to k, v [kv_len, num_kv_heads, head_dim] where valid [kv_len]."""
+    # Masked keys and values are replaced before use: NaN in them would reach outputs or gradients.
+    k, v = (jnp.where(valid[:, None, None], x.astype(jnp.float32), 0.0) for x in (k, v))
+    grouped = q.astype(jnp.float32).reshape(k.shape[1], -1, k.shape[2])
+    scores = sm_scale * jnp.einsum("hgd,thd->hgt", grouped, k, precision="highest")
+    scores = jnp.where(valid, scores, -jnp.inf).reshape(1, q.shape[0], -1)
+    out, lse = _weighted(scores, v, jnp.full(q.shape[0], -jnp.inf))
+    return out[0], lse[0]
+
+
 def decode_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
@@ -464,3 +478,188 @@ def rope_append_paged_kv(
     rotation = {"inv_freq": inv_freq, "cos_sin": cos_sin, "interleaved": interleaved}
     q, k_new = (apply_rope(x, positions, **rotation) for x in (q, k_new))
     return q, *append_paged_kv(k_pages, v_pages, k_new, v_new, slot_mapping, **options)
+
+
+def mla_decode(
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    latent_pages: Any,
+    page_table: PageTable,
+    *,
+    sm_scale: ArrayLike,
+    causal: bool = True,
+    return_lse: bool = False,
+    kv_scale: ArrayLike | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.mla_decode`; differentiable in queries, scales and unquantized pages."""
+    q_nope, q_pe = jnp.asarray(q_nope), jnp.asarray(q_pe)
+    lead, rank = q_nope.shape[:-1], q_nope.shape[-1]
+    ckv, kpe = _latent_parts(latent_pages, rank, kv_scale)
+    num_pages, page_size, _ = ckv.shape
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)
+    q = q if q.ndim == 4 else q[..., None, :, :]  # [(batch,) q_len, num_heads, rank + rope_dim]
+    q_len = q.shape[-3]
+    indices, (row_starts, kv_lens) = page_table.indices, page_table.clipped(page_size)
+    positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
+
+    def attend(row):
+        q, row_start, kv_len = row
+        entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
+        pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
+        v = ckv[pages, slots]
+        k = jnp.concatenate([v, kpe[pages, slots]], axis=-1)
+        last = kv_len - (q_len - 1 - jnp.arange(q_len)) if causal else jnp.full(q_len, kv_len)
+        valid = positions < jnp.minimum(last, kv_len)[:, None]
+        attend_token = functools.partial(_attend_row, sm_scale=jnp.asarray(sm_scale, jnp.float32))
+        return jax.vmap(attend_token, in_axes=(0, None, None, 0))(q, k[:, None], v[:, None], valid)
+
+    if num_pages == 0 or positions.size == 0:
+        out = jnp.zeros(q_nope.shape), jnp.full(lead, -jnp.inf)
+    else:
+        rows = (q, row_starts, kv_lens)
+        out, lse = attend(rows) if q.ndim == 3 else jax.lax.map(attend, rows)
+        out = out.reshape(q_nope.shape), lse.reshape(lead)
+    return out if return_lse else out[0]
+
+
+def _latent_parts(latent_pages: Any, rank: int, kv_scale: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotated keys of a pool or a pair of pools, in float32."""
+    if isinstance(latent_pages, tuple | list):
+        ckv, kpe = map(jnp.asarray, latent_pages)
+    else:
+        ckv, kpe = jnp.split(jnp.asarray(latent_pages), [rank], axis=-1)
+    scale = jnp.asarray(1.0 if kv_scale is None else kv_scale, jnp.float32)
+    of_rope = scale if scale.ndim == 0 and kpe.dtype.itemsize == 1 else jnp.float32(1)
+    of_latent = jnp.repeat(scale, 128, axis=-1) if scale.ndim else scale
+    return ckv.astype(jnp.float32) * of_latent, kpe.astype(jnp.float32) * of_rope
+
+
+def append_paged_mla_kv(
+    latent_pages: Any,
+    kv_latent: ArrayLike,
+    k_rope: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    kv_scale: ArrayLike | None = None,
+    kv_scale_pages: ArrayLike | None = None,
+) -> Any:
+    """One part after the other by `append_paged_kv`, as the only head of keys; pools keep their dtype."""
+
+    def append(pages, new, scale, scale_pages=None):
+        shape = pages.shape
+        heads = 1 if scale is None or scale.ndim == 0 else scale.shape[1]
+        pages, new = (x.reshape(*x.shape[:-1], heads, -1) for x in (pages, new))
+        no_value = pages[..., :0], new[..., :0]
+        pages, _, *scale_pages = append_paged_kv(
+            pages, no_value[0], new, no_value[1], slot_mapping, k_scale=scale, k_scale_pages=scale_pages,
+            kv_layout="NHD",
+        )  # fmt: skip
+        return pages.reshape(shape), *scale_pages
+
+    scale = None if kv_scale is None else jnp.asarray(kv_scale)
+    kv_latent, k_rope = jnp.asarray(kv_latent), jnp.asarray(k_rope)
+    if not isinstance(latent_pages, tuple | list):
+        return append(jnp.asarray(latent_pages), jnp.concatenate([kv_latent, k_rope], axis=1), scale)[0]
+    ckv, kpe = map(jnp.asarray, latent_pages)
+    ckv, *scale_pages = append(
+        ckv, kv_latent, scale, None if kv_scale_pages is None else jnp.asarray(kv_scale_pages)
+    )
+    (kpe,) = append(kpe, k_rope, scale if kpe.dtype.itemsize == 1 else None)
+    return ((ckv, kpe), *scale_pages) if scale_pages else (ckv, kpe)
+
+
+def mla_q_rope_extract(q_full: ArrayLike, *, nope: int, rope: int | None = None) -> jax.Array:
+    """The columns themselves, in their own dtype."""
+    return jnp.asarray(q_full)[..., nope : None if rope is None else nope + rope]
+
+
+def mla_q_rope_writeback(q_full: ArrayLike, q_rope: ArrayLike, *, nope: int) -> jax.Array:
+    """Columns replaced, in their own dtype."""
+    q_rope = jnp.asarray(q_rope)
+    return jnp.asarray(q_full).at[..., nope : nope + q_rope.shape[-1]].set(q_rope)
+
+
+def mla_q_final_assemble(q_absorbed: ArrayLike, q_rope: ArrayLike) -> jax.Array:
+    """Columns side by side, in their own dtype."""
+    return jnp.concatenate([jnp.asarray(q_absorbed), jnp.asarray(q_rope)], axis=-1)
+
+
+def mla_kv_assemble(
+    kv_expanded: ArrayLike, k_rope: ArrayLike, *, nope: int, v_dim: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Head after head, in their own dtype."""
+    kv_expanded, k_rope = jnp.asarray(kv_expanded), jnp.asarray(k_rope)
+    heads = [jnp.concatenate([head[:, :nope], k_rope], axis=1) for head in jnp.moveaxis(kv_expanded, 1, 0)]
+    k = jnp.stack(heads, axis=1) if heads else jnp.zeros((*kv_expanded.shape[:2], nope + k_rope.shape[1]))
+    return k, kv_expanded[..., nope : None if v_dim is None else nope + v_dim]
+
+
+def mla_cache_assemble(
+    kv_latent: ArrayLike, k_rope: ArrayLike, *, v_form: str = "zeros"
+) -> tuple[jax.Array, jax.Array]:
+    """Columns side by side, in their own dtype."""
+    kv_latent, k_rope = jnp.asarray(kv_latent), jnp.asarray(k_rope)
+    k_rows = jnp.concatenate([kv_latent, k_rope], axis=1)
+    return k_rows, k_rows if v_form == "rope" else k_rows.at[:, kv_latent.shape[1] :].set(0)
+
+
+def mla_prefill_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    sm_scale: ArrayLike,
+    causal: bool = True,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.mla_prefill_attention`, a query token at a time; differentiable."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    q_len, kv_len = q.shape[1], k.shape[1]
+    if kv_len == 0:
+        out = jnp.zeros((*q.shape[:-1], v.shape[-1])), jnp.full(q.shape[:-1], -jnp.inf)
+        return out if return_lse else out[0]
+    last = kv_len - q_len + jnp.arange(q_len) if causal else jnp.full(q_len, kv_len)
+    attend_token = functools.partial(_attend_row, sm_scale=jnp.asarray(sm_scale, jnp.float32))
+    attend_batch = jax.vmap(attend_token, in_axes=(0, 0, 0, None))
+    out, lse = jax.lax.map(
+        lambda token: attend_batch(token[0], k, v, jnp.arange(kv_len) <= token[1]),
+        (jnp.moveaxis(q, 1, 0), last),
+    )
+    out = jnp.moveaxis(out, 0, 1), jnp.moveaxis(lse, 0, 1)
+    return out if return_lse else out[0]
+
+
+def mla_fused_prefill(
+    q_full: ArrayLike,
+    q_rope: ArrayLike,
+    kv_latent: ArrayLike,
+    k_rope: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    *,
+    sm_scale: ArrayLike,
+    v_form: str = "zeros",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.mla_fused_prefill` without absorption, head by head; differentiable."""
+    rows = mla_cache_assemble(kv_latent, k_rope, v_form=v_form)
+    given = (q_full, q_rope, kv_latent, k_rope, w_uk, w_uv)
+    q_full, q_rope, kv_latent, k_rope, w_uk, w_uv = (jnp.asarray(x, jnp.float32) for x in given)
+
+    def attend_head(head):
+        q_full, q_rope, w_uk, w_uv = head
+        q = jnp.concatenate([q_full[:, : w_uk.shape[0]], q_rope], axis=1)
+        k_nope = jnp.matmul(kv_latent, w_uk.T, precision="highest")
+        k, v = jnp.concatenate([k_nope, k_rope], axis=1), jnp.matmul(kv_latent, w_uv, precision="highest")
+        out = mla_prefill_attention(q[None, :, None], k[None, :, None], v[None, :, None], sm_scale=sm_scale)
+        assert isinstance(out, jax.Array)
+        return out[0, :, 0]
+
+    heads = (jnp.moveaxis(q_full, 1, 0), jnp.moveaxis(q_rope, 1, 0), w_uk, w_uv)
+    return jnp.moveaxis(jax.lax.map(attend_head, heads), 0, 1), *rows
+
+
+def grouped_gemm(a: ArrayLike, b: ArrayLike, *, num_groups: int) -> jax.Array:
+    """Float32 `jax_paged_attn.grouped_gemm`, one group after the other; differentiable."""
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    groups = zip(jnp.split(a, num_groups, axis=1), jnp.split(b, num_groups), strict=True)
+    return jnp.concatenate([jnp.matmul(x, y.T, precision="highest") for x, y in groups], axis=1)

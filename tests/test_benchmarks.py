@@ -24,6 +24,8 @@ from benchmarks import (
     checked,
     decode,
     kv_accuracy,
+    mla,
+    mla_workloads,
     peers,
     plots,
     report,
@@ -370,6 +372,23 @@ def test_dry_run_checks_and_writes_nothing(tmp_path, capsys, no_peer):
     assert printed.count("not measured") >= 8
     assert "WRONG" not in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_latent_attention(tmp_path, capsys, no_peer):
+    assert mla.main(["--dry-run", "--workloads", "M1,M128-q2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("not measured") >= 2
+    assert "WRONG" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_of_latent_attention_count_every_product():
+    workload = mla_workloads.MlaWorkload("tiny", (10, 6), num_heads=3, q_len=2)
+    assert workload.num_bytes == 16 * 576 * 2
+    assert workload.num_flops == 2 * 16 * 2 * 3 * (576 + 512)
+    measured = Measured(timing.Timing(workload.num_flops / 5e11, 0.0, ("k",)), 0)
+    result = report.Result("tiny", "latent", "bfloat16", "mosaic_gpu", workload.num_bytes, measured)
+    assert "| 500" in mla.rates([workload], [result])
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
@@ -812,9 +831,10 @@ esac
             "PATH": os.environ["PATH"],
             "OUT": str(tmp_path / "out"),
             "PYTHON": str(stub),
-            "STEPS": "tests bench append sweep",
+            "STEPS": "tests bench append mla sweep",
             "BENCH": "--workloads A",
             "APPEND": "--workloads W2-*",
+            "MLA": "--workloads M1",
             "SWEEP": "--points *x4096",
         },
         capture_output=True,
@@ -826,6 +846,7 @@ esac
     for step, arguments in (
         ("bench", "decode --out {} --workloads A"),
         ("append", "append --out {} --workloads W2-*"),
+        ("mla", "mla --out {} --workloads M1"),
         ("sweep", "sweep --out {} --points *x4096"),
     ):
         log = (tmp_path / "out" / f"{step}.log").read_text()

@@ -52,6 +52,8 @@ class Problem:
         What the scales of a quantized pool belong to: "tensor", "head" or "token"; None is a scale of 1.
     rotation : Rotation or None
         Of q and k; None leaves q out and k as it is.
+    joined : bool
+        Whether values lie behind the keys in the rows of one pool, `k_pages`, and there is no `v_pages`.
     """
 
     num_tokens: int
@@ -67,6 +69,7 @@ class Problem:
     k_scale: str | None = None
     v_scale: str | None = None
     rotation: Rotation | None = None
+    joined: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -107,7 +110,7 @@ class Operands(NamedTuple):
     """
 
     k_pages: jax.Array
-    v_pages: jax.Array
+    v_pages: jax.Array | None
     k_new: jax.Array
     v_new: jax.Array
     slots: jax.Array
@@ -122,7 +125,7 @@ class Results(NamedTuple):
     """The updated pools; the scale pages and q where the call has them."""
 
     k_pages: jax.Array
-    v_pages: jax.Array
+    v_pages: jax.Array | None = None
     k_scale_pages: jax.Array | None = None
     v_scale_pages: jax.Array | None = None
     q: jax.Array | None = None
@@ -172,7 +175,11 @@ def fold(
 
 
 APPEND = Operation(
-    "append", ("append_paged_kv", "append_kv", "rope_append_paged_kv"), nothing, fold, in_place=True
+    "append",
+    ("append_paged_kv", "append_kv", "rope_append_paged_kv", "append_paged_mla_kv"),
+    nothing,
+    fold,
+    in_place=True,
 )
 
 
@@ -183,6 +190,7 @@ def describe(operands: Operands, *, kv_layout: str, names: dict[str, str]) -> Pr
     "v_pages", "k_new", "v_new" and the scale pages by.
     """
     x = operands
+    assert x.v_pages is not None
     validation.check_layout(kv_layout)
     validation.check_cache_shapes(x.k_pages, x.v_pages, kv_layout, (names["k_pages"], names["v_pages"]))
     sizes = dict(zip(LAYOUT_AXES[kv_layout], x.k_pages.shape, strict=True))

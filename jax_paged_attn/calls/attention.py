@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_paged_attn import validation
+from jax_paged_attn.calls import folding
 from jax_paged_attn.calls.modifiers import Modifiers, first_visible
 from jax_paged_attn.dispatch import Operation
 from jax_paged_attn.page_table import PageTable
@@ -45,6 +46,8 @@ class Problem:
         Runs that each row's tiles are cut into; None leaves it to the implementation.
     contiguous : bool
         Whether row b is page b, whole: then the page table says nothing but ``kv_lens``.
+    values_in_keys : bool
+        Whether the values are the keys' first `v_head_dim` columns, as in latent attention.
     """
 
     batch: int
@@ -68,6 +71,7 @@ class Problem:
     return_lse: bool = False
     num_splits: int | None = None
     contiguous: bool = False
+    values_in_keys: bool = False
 
     @property
     def group_size(self) -> int:
@@ -142,42 +146,33 @@ def fold[P: Problem](
         return None
 
     def mapped(array, has_axis):
-        return array if has_axis else jnp.broadcast_to(array, (size, *array.shape))
+        return folding.mapped(array, has_axis, size)
 
-    def join(array):
-        return array.reshape(size * array.shape[1], *array.shape[2:])
-
-    table = jax.tree.map(mapped, operands.page_table, batched.page_table)
     of_rows = {
-        name: join(mapped(array, getattr(batched.modifiers, name)))
+        name: folding.join(mapped(array, getattr(batched.modifiers, name)))
         for name, array in operands.modifiers.of_rows.items()
     }
-    # Clipped before they move, or a row could reach into another element's entries or pages.
-    row_starts, kv_lens = jax.vmap(lambda row: row.clipped(problem.page_size))(table)
-    row_pages = jnp.clip(table.row_pages, 0, problem.num_entries - row_starts)
-    element = jnp.arange(size, dtype=jnp.int32)[:, None]
-    num_pages = problem.num_pages
+    table, num_pages = folding.fold_table(
+        operands.page_table,
+        batched.page_table,
+        size,
+        page_size=problem.page_size,
+        num_pages=problem.num_pages,
+        pools_mapped=pools_mapped,
+    )
     moved = {name: getattr(operands, name) for name in ("k_pages", "v_pages", "k_scale", "v_scale")}
     if pools_mapped:
-        moved |= {name: join(mapped(moved[name], getattr(batched, name))) for name in pools}
-        indices = jnp.clip(table.indices, 0, num_pages - 1) + element * num_pages
-        num_pages = size * num_pages
-    else:
-        indices = table.indices
-    if pools_mapped or batched.page_table.indices:
-        indices, row_starts = join(indices), row_starts + element * problem.num_entries
-    else:  # all rows share one list of entries
-        indices = operands.page_table.indices
+        moved |= {name: folding.join(mapped(moved[name], getattr(batched, name))) for name in pools}
     folded = dataclasses.replace(
         problem,
         batch=size * problem.batch,
         num_pages=num_pages,
-        num_entries=indices.shape[0],
+        num_entries=table.indices.shape[0],
         contiguous=problem.contiguous and pools_mapped,
     )
     return folded, Operands(
-        q=join(mapped(operands.q, batched.q)),
-        page_table=PageTable(indices, join(row_starts), join(row_pages), join(kv_lens)),
+        q=folding.join(mapped(operands.q, batched.q)),
+        page_table=table,
         sm_scale=operands.sm_scale,
         modifiers=operands.modifiers._replace(**of_rows),
         **moved,
@@ -326,7 +321,33 @@ def check_values(
     wholes = {"k_scale": k_scale, "v_scale": v_scale}
     validation.check_scales(**{n: x for n, x in wholes.items() if getattr(problem, n) != "token"})
     modifiers.check_values(page_table.kv_lens, lens_name)
-    num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
+    of_window = modifiers.kv_starts, modifiers.window_left
+    check_table(
+        page_table,
+        page_size=problem.page_size,
+        num_pages=problem.num_pages,
+        contiguous=problem.contiguous,
+        first_key=first_visible(q_lens, problem.mask_len, page_table.kv_lens, *of_window),
+        table_name=table_name,
+        lens_name=lens_name,
+    )
+
+
+def check_table(
+    page_table: PageTable,
+    *,
+    page_size: int,
+    num_pages: int,
+    contiguous: bool = False,
+    first_key: jax.Array | None = None,
+    table_name: str = "page_table",
+    lens_name: str = "page_table.kv_lens",
+) -> None:
+    """Check a batched page table's lengths, entries and used page ids.
+
+    Of a `contiguous` cache row b is page b. Pages before `first_key` [batch] may be gone.
+    """
+    num_entries = page_table.indices.shape[0]
     arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
     xp, (indices, row_starts, row_pages, kv_lens) = validation.value_module(*arrays)
     expected = f"rows within the {num_entries} entries of indices"
@@ -337,16 +358,13 @@ def check_values(
     # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
     used_pages = -(-kv_lens // max(page_size, 1))
     fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
-    most = f"{page_size}" if problem.contiguous else f"row_pages * {page_size}"
+    most = f"{page_size}" if contiguous else f"row_pages * {page_size}"
     validation.check_values(fits, lens_name, f"values in [0, {most}]", kv_lens)
-    # An entry is used if more rows begin at or before it than end there. Pages before the first key that any
-    # query sees may be gone.
+    # An entry is used if more rows begin at or before it than end there.
     begins = xp.clip(row_starts, 0, num_entries)
     ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
-    of_window = modifiers.kv_starts, modifiers.window_left
-    first = first_visible(q_lens, problem.mask_len, page_table.kv_lens, *of_window)
-    if first is not None:
-        xp, (indices, begins, ends, first) = validation.value_module(indices, begins, ends, first)
+    if first_key is not None:
+        xp, (indices, begins, ends, first) = validation.value_module(indices, begins, ends, first_key)
         begins = xp.minimum(begins + xp.clip(first, 0, None) // max(page_size, 1), ends)
     counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
     in_range = (indices >= 0) & (indices < num_pages)

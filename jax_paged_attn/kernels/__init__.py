@@ -14,7 +14,8 @@ Operations are described in `jax_paged_attn.calls`. Each module exposes the same
 
 ``attention`` yields (out, lse): out [batch, q_len, num_q_heads, v_head_dim] in q's dtype, and lse
 float32[batch, q_len, num_q_heads] or None without ``problem.return_lse``. ``append`` yields
-`jax_paged_attn.calls.append.Results`.
+`jax_paged_attn.calls.append.Results`. ``mla`` and ``mla_prefill`` yield (out, lse) with the axes of their
+queries, [batch, q_len, num_heads, ..].
 """
 
 import dataclasses

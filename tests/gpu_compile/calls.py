@@ -256,7 +256,95 @@ class DemoStep:
         return Traceable(step, (params, cache, ints, tables, ints, scalar), (1,), pool)
 
 
-Call = Attention | Append | DemoStep
+@dataclasses.dataclass(frozen=True)
+class Mla:
+    """One call of `mla_decode`."""
+
+    num_heads: int = 128
+    rank: int = 512
+    rope_dim: int = 64
+    batch: int = 128
+    max_kv_len: int = 4096
+    page_size: int = 64
+    q_len: int | None = None
+    dtype: str = "bfloat16"
+    paired: bool = False
+    stacked: bool = False  # called in a scan, whose iterations' results are stacked
+    padded: bool = False  # by XLA, to whole blocks of queries
+    options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
+
+    def traceable(self) -> Traceable:
+        lead = (self.batch, self.num_heads)
+        if self.q_len is not None:
+            lead = (self.batch, self.q_len, self.num_heads)
+        q_nope, q_pe = (shape((*lead, dim), self.dtype) for dim in (self.rank, self.rope_dim))
+        pages_per_row = -(-self.max_kv_len // self.page_size)
+        pool = (self.batch * pages_per_row, self.page_size)
+        pages: Any = shape((*pool, self.rank + self.rope_dim), self.dtype)
+        if self.paired:
+            pages = tuple(shape((*pool, dim), self.dtype) for dim in (self.rank, self.rope_dim))
+        lens = shape((self.batch,), jnp.int32)
+        tables = shape((self.batch, pages_per_row), jnp.int32)
+        page_table = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, tables, lens)
+
+        def call(q_nope, q_pe, pages, page_table, sm_scale=0.1):
+            options: dict[str, Any] = dict(self.options, sm_scale=sm_scale)
+            return jax_paged_attn.mla_decode(q_nope, q_pe, pages, page_table, **options)
+
+        return Traceable(stacked(call) if self.stacked else call, (q_nope, q_pe, pages, page_table))
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaAppend:
+    """One call of `append_paged_mla_kv`; pools are donated."""
+
+    num_tokens: int = 128
+    rank: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+    dtypes: tuple[str, str] = ("bfloat16", "bfloat16")  # of cached latents and rotated keys
+    paired: bool = False
+    scale: str | None = None  # of "tensor" or "token"
+
+    def traceable(self) -> Traceable:
+        pool = (4096, self.page_size)
+        pages: Any = shape((*pool, self.rank + self.rope_dim), self.dtypes[0])
+        if self.paired:
+            pair = zip((self.rank, self.rope_dim), self.dtypes, strict=True)
+            pages = tuple(shape((*pool, dim), dtype) for dim, dtype in pair)
+        news = [shape((self.num_tokens, dim), jnp.bfloat16) for dim in (self.rank, self.rope_dim)]
+        scales = {}
+        if self.scale == "tensor":
+            scales = {"kv_scale": shape((), jnp.float32)}
+        elif self.scale == "token":
+            groups = self.rank // 128
+            scales = {"kv_scale": shape((self.num_tokens, groups), jnp.float32)}
+            scales["kv_scale_pages"] = shape((*pool, groups), jnp.float32)
+
+        def call(pages, news, slots, scales):
+            kv_latent, k_rope = news
+            return jax_paged_attn.append_paged_mla_kv(pages, kv_latent, k_rope, slots, **scales)
+
+        slots = shape((self.num_tokens,), jnp.int32)
+        return Traceable(call, (pages, news, slots, scales), (0, 3), jax.tree.leaves(pages)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One call of a function that moves parts of queries, keys or cache rows, or multiplies groups."""
+
+    function: str
+    shapes: tuple[tuple[int, ...], ...]
+    donated: tuple[int, ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
+
+    def traceable(self) -> Traceable:
+        arguments = tuple(shape(dims, jnp.bfloat16) for dims in self.shapes)
+        function = functools.partial(getattr(jax_paged_attn, self.function), **dict(self.options))
+        return Traceable(function, arguments, self.donated)
+
+
+Call = Attention | Append | Mla | MlaAppend | DemoStep
 
 MODELS = {
     "Llama-3 8B": (32, 8, 128),
@@ -413,4 +501,41 @@ CALLS["append, rotated"] = (
     Append(40000, num_q_heads=32, scanned=True),
     Append(16384, num_q_heads=32, num_kv_heads=32, dtype="float32"),  # the longest rows of all
 )
+CALLS["latent attention"] = (
+    Mla(),
+    Mla(64, options=(("return_lse", True),)),
+    Mla(16, options=(("return_lse", True),)),
+    Mla(5, rank=256, page_size=16, batch=8),
+    Mla(32, rank=256, options=(("return_lse", True),)),
+    Mla(16, rank=384, page_size=24),
+    Mla(48, rank=128),
+    Mla(71, rank=128, padded=True),
+    Mla(page_size=16, q_len=2, stacked=True),
+    Mla(page_size=16, paired=True, dtype="float16"),
+    Mla(page_size=24, rank=256, batch=8),
+    Mla(page_size=144, rank=256, rope_dim=32, options=(("num_splits", 1),)),
+    Mla(rank=384, batch=1, max_kv_len=65536, options=(("num_splits", 66), ("return_lse", True))),
+    Mla(192, rank=128, q_len=3, batch=512, max_kv_len=64),
+)
+CALLS["latent append"] = (
+    MlaAppend(),
+    MlaAppend(16384, page_size=16),
+    MlaAppend(rank=256, rope_dim=32),
+    MlaAppend(paired=True),
+    MlaAppend(dtypes=("float8_e4m3fn", "float8_e4m3fn"), scale="tensor"),
+    MlaAppend(dtypes=("float8_e4m3fn", "bfloat16"), paired=True, scale="tensor"),
+    MlaAppend(dtypes=("float8_e4m3fn", "bfloat16"), paired=True, scale="token"),
+)
 CALLS["demo"] = (DemoStep(),)
+
+# Not kernels of ours: what XLA makes of them is one kernel each.
+MOVES = (
+    Move("mla_q_rope_extract", ((512, 128, 192),), options=(("nope", 128),)),
+    Move("mla_q_rope_writeback", ((512, 128, 192), (512, 128, 64)), (0,), (("nope", 128),)),
+    Move("mla_q_final_assemble", ((512, 128, 512), (512, 128, 64))),
+    Move("mla_kv_assemble", ((512, 128, 256), (512, 64)), options=(("nope", 128),)),
+    Move("mla_kv_assemble", ((512, 128, 320), (512, 64)), options=(("nope", 128), ("v_dim", 128))),
+    Move("mla_cache_assemble", ((512, 512), (512, 64))),
+    Move("mla_cache_assemble", ((512, 512), (512, 64)), options=(("v_form", "rope"),)),
+    Move("grouped_gemm", ((512, 128 * 128), (128 * 512, 128)), options=(("num_groups", 128),)),
+)

@@ -28,9 +28,8 @@ def test_compiles_without_spills_and_within_the_estimate(group):
         assert result["smem_bytes"], f"{call}: no kernel of ours was launched"
         assert result["torn_aliases"] == 0, call
         assert result["pool_copies"] == 0, call
-        in_a_program = any(
-            getattr(call, how, None) for how in ("stacked", "steps", "sliced", "tokens_sliced", "scanned")
-        )
+        programs = ("stacked", "steps", "sliced", "tokens_sliced", "scanned", "padded")
+        in_a_program = any(getattr(call, how, None) for how in programs)
         if not (isinstance(call, DemoStep) or in_a_program):
             # Several tokens' queries are brought together and their outputs apart again; masks become bits.
             packs = getattr(call, "q_len", None) or "mask" in getattr(call, "modifiers", ())

@@ -167,11 +167,12 @@ def _write_tile(plan: Plan, first_token: Any, first_own: Any, refs: dict[str, An
             page, offset = div(slot, p.page_size), rem(slot, p.page_size)
             for name in ("k", "v"):
                 rows, source = plan.rows(name), refs[plan.stored_name(name)]
-                plgpu.copy_smem_to_gmem(
-                    source.at[pl.ds(token * rows.pitch, rows.heads)],
-                    _slot(p.kv_layout, refs[f"{name}_pages_gmem"], page, slice(None), offset),
-                    commit_group=False,
-                )
+                pages_gmem = refs["k_pages_gmem" if p.joined else f"{name}_pages_gmem"]
+                target = _slot(p.kv_layout, pages_gmem, page, slice(None), offset)
+                if p.joined:
+                    target = target.at[:, pl.ds(p.head_dim if name == "v" else 0, rows.columns)]
+                source = source.at[pl.ds(token * rows.pitch, rows.heads)]
+                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
                 if plan.scale_kind(name) == "token":
                     _store_scales(plan, name, token, page, offset, refs)
 

@@ -140,6 +140,8 @@ class Plan:
         p, slices = self.problem, self.slices(name)
         itemsize = min(p.dtype.itemsize, self.pool_dtype(name).itemsize)
         rows = TokenRows.choose(self.config.block_tokens, self.heads(name), slices, itemsize)
+        if p.joined:  # the pool's rows, too, are made of whole pieces
+            rows = dataclasses.replace(rows, width=math.gcd(rows.width, p.head_dim, p.v_head_dim))
         if self.converts(name) or self.rotates(name):
             rows = rows.padded(max(self.registers(name, columns).rows for columns in slices))
         return rows
@@ -218,7 +220,7 @@ def why_no_plan(problem: Problem) -> str | None:
         if plan.heads(name) > MAX_HEADS:
             return f"{plan.heads(name)} heads of {name} unsupported: at most {MAX_HEADS}"
         slices = plan.slices(name)
-        columns = math.gcd(*slices)
+        columns = math.gcd(*slices, p.head_dim, p.v_head_dim) if p.joined else math.gcd(*slices)
         for dtype in (p.dtype, plan.pool_dtype(name)):
             # Of the narrowest piece of a row that a copy moves.
             if columns % 8 != 0 or swizzle_columns(columns) * dtype.itemsize % COPY_BYTES != 0:

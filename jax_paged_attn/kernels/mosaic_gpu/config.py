@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jax_paged_attn.calls import mla
 from jax_paged_attn.calls.attention import Problem
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
@@ -12,6 +13,7 @@ from .integers import ceil_div
 from .layouts import MMA_ROWS
 from .mask_words import MAX_WORDS, WORD
 from .plan import MAX_BLOCK_KV, MAX_PARTS, MAX_ROWS, Config, Plan
+from .schedule import even_parts
 from .shared_memory import smem_bytes
 
 DTYPES = ("bfloat16", "float16")
@@ -32,7 +34,7 @@ MIN_DEFAULT_USED = 0.9  # of a tile's rows
 PARTS_GIVEN_UP = 0.05
 
 
-def rows_per_launch(problem: Problem) -> int:
+def rows_per_launch(problem: Problem | mla.Problem) -> int:
     """Rows of each launch that a batch is served by, equal but for the last."""
     most = MAX_ROWS if problem.num_splits is None else max(MAX_PARTS // problem.num_splits, 1)
     return ceil_div(problem.batch, ceil_div(problem.batch, most)) if problem.batch else 1
@@ -48,7 +50,7 @@ def usage(problem: Problem, config: Config) -> Usage:
     plan = Plan(one_launch(problem), config)
     launches = ceil_div(problem.batch, plan.problem.batch)
     floats = sum(math.prod(shape) for shape in plan.partial_shapes().values())
-    cut_rows = 3 * plan.num_cut_rows if plan.cuts_rows else 0
+    cut_rows = 3 * plan.schedule.num_cut_rows if plan.cuts_rows else 0
     return Usage(smem_bytes=smem_bytes(plan), workspace_bytes=4 * launches * (floats + cut_rows))
 
 
@@ -126,8 +128,5 @@ def default_config(problem: Problem, target: Target) -> Config:
     # A block may use all of a multiprocessor's shared memory but a kilobyte, which each block takes besides.
     per_core = min(BLOCKS_PER_CORE, (target.smem_bytes + 1024) // (smem_bytes(plan) + 1024))
     parts = max(per_core * target.core_count // plan.heads, 1)
-    even = (n for n in range(parts, 0, -1) if n % problem.batch == 0 or problem.batch % n == 0)
-    best = next(even, parts)
-    if best >= (1 - PARTS_GIVEN_UP) * parts:
-        parts = best
+    parts = even_parts(parts, problem.batch, PARTS_GIVEN_UP)
     return dataclasses.replace(plan.config, num_parts=parts)

@@ -44,6 +44,7 @@ def launch(
     v_pages: Any,
     table: Table,
     values: dict[str, jax.Array],
+    q_rope: jax.Array | None = None,
     *,
     interpret: Any,
 ) -> dict[str, jax.Array]:
@@ -54,6 +55,8 @@ def launch(
     q : [batch, num_kv_heads, queries of a kv head, head_dim]
     values
         "sm_scale" and, where there are such, other scales and modifiers, flat; and the words of a mask.
+    q_rope
+        The last columns of queries, where `q` lacks them; only operands in shared memory take it.
 
     Returns
     -------
@@ -66,21 +69,22 @@ def launch(
     unit = plan.operands(interpret=interpret is not None)
     block_kv, heads, num_words = plan.config.block_kv, plan.tile_heads, mask_words.num_words(p.mask_len)
     table_arrays = table.arrays()
-    operands = [q, k_pages, v_pages, *table_arrays.values(), *values.values()]
+    q_parts = {"q": q} if q_rope is None else {"q": q, "q_rope": q_rope}
+    operands = [k_pages, v_pages, *table_arrays.values(), *values.values(), *q_parts.values()]
     partials = plan.partial_shapes()
     out_types = {"out": jax.ShapeDtypeStruct((p.batch, plan.num_q_heads, p.v_head_dim), p.dtype)}
     if p.return_lse:
         out_types["lse"] = jax.ShapeDtypeStruct((p.batch, plan.num_q_heads), f32)
     out_types |= {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in partials.items()}
     if plan.cuts_rows:
-        out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.num_cut_rows, 3), i32)
+        out_types["cut_rows"] = jax.ShapeDtypeStruct((plan.schedule.num_cut_rows, 3), i32)
 
     def body(*args, **scratch):
-        q_gmem, k_gmem, v_gmem, *rest = args[: len(operands)]
+        k_gmem, v_gmem, *rest = args[: len(operands)]
         if plan.wide:
             scratch["q_smem"], scratch["out_smem"] = scratch.pop("q_or_out_smem")
         table_gmem = table._replace(**dict(zip(table_arrays, rest, strict=False)))
-        names = [f"{name}_gmem" for name in (*values, *out_types)]
+        names = [f"{name}_gmem" for name in (*values, *q_parts, *out_types)]
         refs = dict(zip(names, [*rest[len(table_arrays) :], *args[len(operands) :]], strict=True)) | scratch
         part, head = lax.axis_index("part"), lax.axis_index("head")
         kv_head, _, head_tile = find_head_tile(plan, head)
@@ -120,14 +124,15 @@ def launch(
             scales=tuple((refs[f"{name}_gmem"], scratch[f"{name}_smem"]) for name in plan.token_scaled),
             entries_smem=scratch.get("entries_smem"),
             entries_ready=scratch.get("entries_ready"),
-            **{name: scratch[name] for name in ("k_smem", "v_smem", "kv_ready")},
+            v_smem=scratch.get("v_smem"),
+            **{name: scratch[name] for name in ("k_smem", "kv_ready")},
         )
 
         def load_q(b, slot):
             wide = pl.ds(0, p.head_dim) if p.head_dim == plan.k_columns else pl.ds(part * 0, plan.k_columns)
             # Rows past the tile's own heads belong to other heads or read as 0; their results are dropped.
             plgpu.copy_gmem_to_smem(
-                q_gmem.at[b, kv_head, pl.ds(head_tile * heads, heads), wide],
+                refs["q_gmem"].at[b, kv_head, pl.ds(head_tile * heads, heads), wide],
                 scratch["q_smem"].at[slot],
                 scratch["q_ready"],
             )
@@ -206,7 +211,11 @@ def launch(
             else:
                 state, acc, probs = state.update(unit, scratch["fold_smem"], acc, s, valid)
             is_key = functools.partial(seen_keys, row, tile) if masked else None
-            acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
+            if p.values_in_keys:
+                v_tile = scratch["k_smem"].at[slot, :, pl.ds(0, plan.v_columns)]
+            else:
+                v_tile = scratch["v_smem"].at[slot]
+            acc = unit.add_values(acc, v_tile, probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
             unit.meet()  # everyone is done with the slot and with p_smem
@@ -223,7 +232,7 @@ def launch(
             token_scales.wait()
             unit.meet()
 
-        if plan.cuts_rows and not plan.cut_row_of_each_row:
+        if plan.cuts_rows and not plan.schedule.cut_row_of_each_row:
 
             @pl.when(head == 0)
             def _():
@@ -243,7 +252,7 @@ def launch(
 
             @pl.when(jnp.logical_not(whole))
             def _():
-                at = (part, jnp.where(begins, plan.sides - 1, 0), head)
+                at = (part, jnp.where(begins, plan.schedule.sides - 1, 0), head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 scratch["stats_smem"][0] = max_log2
                 scratch["stats_smem"][1] = weight_sum
@@ -252,7 +261,7 @@ def launch(
                 plgpu.copy_smem_to_gmem(scratch["stats_smem"], refs["max_sum_gmem"].at[at])
 
             def record(followers):
-                entry = row.index if plan.cut_row_of_each_row else part
+                entry = row.index if plan.schedule.cut_row_of_each_row else part
                 for i, value in enumerate((followers, part, row.index)):
                     refs["cut_rows_gmem"][entry, i] = value
 
@@ -260,7 +269,7 @@ def launch(
             def _():
                 record(cuts.followers(part, row, run.num_tiles - left))
 
-            if plan.cut_row_of_each_row:
+            if plan.schedule.cut_row_of_each_row:
                 pl.when(whole & (head == 0))(lambda: record(i32(0)))
 
         def attend_row(carry):
@@ -268,7 +277,11 @@ def launch(
             row = rows.row(b)
             end = jnp.minimum(begin + left, row.end_tile)
             if isinstance(unit, WideOperands):
-                unit.bring_queries(q_gmem.at[b, kv_head], head_tile * heads, scratch["q_smem"])
+                column = 0
+                for name, columns_of_q in q_parts.items():
+                    source = refs[f"{name}_gmem"].at[b, kv_head]
+                    unit.bring_queries(source, head_tile * heads, scratch["q_smem"], column)
+                    column += columns_of_q.shape[-1]
                 queries, factor = scratch["q_smem"], None
             else:
                 plgpu.barrier_wait(scratch["q_ready"])

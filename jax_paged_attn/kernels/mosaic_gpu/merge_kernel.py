@@ -60,7 +60,7 @@ def merge(
                 for c in range(at_once):
                     follower = i * at_once + c
                     exists = follower <= followers
-                    side = jnp.where(exists & (follower > 0), 0, plan.sides - 1)
+                    side = jnp.where(exists & (follower > 0), 0, plan.schedule.sides - 1)
                     at = (jnp.where(exists, part + follower, part), side, head)
                     stats = max_sum_gmem.at[at]
                     # A piece past the last one is the first again, at no weight.
@@ -108,7 +108,7 @@ def merge(
     plgpu.kernel(
         body,
         out_type=[],
-        grid=(plan.num_cut_rows, plan.heads, plan.merge_slices),
+        grid=(plan.schedule.num_cut_rows, plan.heads, plan.merge_slices),
         grid_names=("entry", "head", "slice"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),

@@ -108,12 +108,20 @@ class Cursors(NamedTuple):
     pages: Cursor
 
 
+def next_tile(row: Row, tile: Any, rows: BatchRows) -> tuple[Row, Any]:
+    """Go on to the row's next tile, or to the next row's first one."""
+    row_ends = tile + 1 >= row.end_tile
+    row = lax.cond(row_ends, lambda: rows.row(row.index + 1), lambda: row)
+    return row, jnp.where(row_ends, row.first_tile, tile + 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class TileLoader:
     """Copies tiles of K and V into the slots of a ring; `kv_ready[slot]` completes when one is there.
 
-    A contiguous cache has no table: `indices_gmem` and what holds its entries are None. `scales` are pairs of
-    a flat pool of scales of tokens and their ring, to be waited for by `token_scales`.
+    A contiguous cache has no table: `indices_gmem` and what holds its entries are None. Where values are part
+    of the keys, `v_smem` is None. `scales` are pairs of a flat pool of scales of tokens and their ring, to be
+    waited for by `token_scales`.
     """
 
     entries: plgpu.BlockSpec
@@ -134,9 +142,9 @@ class TileLoader:
     scales: tuple[tuple[Any, Any], ...]
 
     @staticmethod
-    def scratch(tiling: Tiling, num_stages: int, *, paged: bool) -> dict[str, Any]:
+    def scratch(tiling: Tiling, num_stages: int, pools: int, *, paged: bool) -> dict[str, Any]:
         """Shared memory of the fetched table entries, and the barriers of all copies."""
-        arrivals = 2 * tiling.pages_per_tile
+        arrivals = pools * tiling.pages_per_tile
         types: dict[str, Any] = {"kv_ready": plgpu.Barrier(num_barriers=num_stages, num_arrivals=arrivals)}
         if paged:
             # All are filled at the start; later one when a tile is copied, whose entries lie in another.
@@ -163,12 +171,6 @@ class TileLoader:
             return Cursors(None, pages)
         return Cursors(self._fetch_entries(run, step + self.entries_smem.shape[0], cursors.entries), pages)
 
-    def _next(self, cursor: Cursor) -> Cursor:
-        row_ends = cursor.tile + 1 >= cursor.row.end_tile
-        row = lax.cond(row_ends, lambda: self.rows.row(cursor.row.index + 1), lambda: cursor.row)
-        tile = jnp.where(row_ends, row.first_tile, cursor.tile + 1)
-        return Cursor(row, tile)
-
     def _fetch_entries(self, run: Run, step: Any, cursor: Cursor) -> Cursor:
         slot = rem(step, self.entries_smem.shape[0])
 
@@ -179,7 +181,7 @@ class TileLoader:
             target = self.entries_smem.at[slot, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, target, self.entries_ready.at[slot])
 
-        return self._next(cursor)
+        return Cursor(*next_tile(cursor.row, cursor.tile, self.rows))
 
     def _copy_pages(self, run: Run, step: Any, cursor: Cursor) -> Cursor:
         slot = rem(step, self.num_stages)
@@ -194,13 +196,15 @@ class TileLoader:
                 (self.k_pages, self.k_gmem, self.k_smem),
                 (self.v_pages, self.v_gmem, self.v_smem),
             ):
+                if smem is None:
+                    continue
                 for j, block in enumerate(blocks):
                     target = smem.at[slot, pl.ds(j * self.tiling.pitch, self.tiling.copy_rows)]
                     plgpu.copy_gmem_to_smem(window(spec, gmem, block), target, self.kv_ready.at[slot])
             for gmem, smem in self.scales:
                 self.token_scales.fetch(blocks, gmem, smem.at[slot])
 
-        return self._next(cursor)
+        return Cursor(*next_tile(cursor.row, cursor.tile, self.rows))
 
     def _entries(self, step: Any, cursor: Cursor) -> list[Any]:
         """The page ids of a tile's copies, once they are there."""

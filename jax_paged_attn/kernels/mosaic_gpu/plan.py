@@ -12,14 +12,15 @@ from .byte_operands import ByteOperands
 from .integers import ceil_div, round_up
 from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS
 from .operands import Operands
-from .schedule import Schedule
+from .schedule import Schedule, pieces_per_row
 from .shared_tile import SharedTile
 from .tiling import Tiling
 from .wide_operands import WideOperands
 from .window import Window
 
 MAX_TILE_HEADS = 16  # query heads of a tile
-MAX_WIDE_TILE_HEADS = {64: 80, 128: 72, 192: 56, 256: 32}  # with `wgmma`, by the columns of K or V
+# With `wgmma`, by the columns of K or V, whichever are more.
+MAX_WIDE_TILE_HEADS = {64: 80, 128: 72, 192: 56, 256: 32, 384: 24, 512: 16}
 MAX_MODIFIED_TILE_HEADS = {64: 64, 128: 48, 192: 40, 256: 32}  # with modifiers or several tokens' queries
 MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8
@@ -155,11 +156,15 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """Whether the group has too many query heads for registers, and shared memory suits `wgmma`."""
+        """Whether operands stay in shared memory, as it suits `wgmma`.
+
+        Of a group that has too many query heads for registers, or of values that are also keys.
+        """
         p = self.problem
         swizzles = all(dim % MMA_ROWS == 0 for dim in (p.head_dim, p.v_head_dim)) and self.tiling.swizzled
         one_instruction = self.config.block_kv == MMA_ROWS
-        return self.group_size > MAX_TILE_HEADS and not self.quantized and swizzles and one_instruction
+        asked_for = self.group_size > MAX_TILE_HEADS or p.values_in_keys
+        return asked_for and not self.quantized and swizzles and one_instruction
 
     @property
     def head_groups(self) -> int:
@@ -177,7 +182,10 @@ class Plan:
         if self.wide:
             modified = self.window.differs or {*self.problem.given} - {"kv_starts"}
             most = MAX_MODIFIED_TILE_HEADS if modified else MAX_WIDE_TILE_HEADS
-            return most[max(self.k_columns, self.v_columns)]
+            # Of values in keys, those columns of keys that are none come last, and cost nothing.
+            return most[
+                self.v_columns if self.problem.values_in_keys else max(self.k_columns, self.v_columns)
+            ]
         many_columns = self.k_columns + self.v_columns > MAX_COLUMNS_OF_BYTES
         return MAX_TILE_HEADS // 2 if self.quantized and many_columns else MAX_TILE_HEADS
 
@@ -213,28 +221,12 @@ class Plan:
     @property
     def cuts_rows(self) -> bool:
         """Whether a row can lie in several parts."""
-        return self.schedule.num_splits != 1
-
-    @property
-    def sides(self) -> int:
-        """Pieces that a part can leave: of the row that it continues and of the row that goes on after it."""
-        return 2 if self.schedule.num_splits is None else 1
-
-    @property
-    def cut_row_of_each_row(self) -> bool:
-        """Whether each row, rather than each part, has an entry in the list of cut rows."""
-        return self.problem.batch <= self.schedule.parts
-
-    @property
-    def num_cut_rows(self) -> int:
-        """Entries in the list of cut rows: a part's end cuts at most one row."""
-        return min(self.problem.batch, self.schedule.parts)
+        return self.schedule.cuts_rows
 
     @property
     def pieces_per_row(self) -> int:
         """Pieces that a row is cut into where all rows are equal, rounded up to a power of two."""
-        pieces = self.problem.num_splits or ceil_div(self.schedule.parts, self.problem.batch)
-        return 1 << (pieces - 1).bit_length()
+        return pieces_per_row(self.problem.num_splits, self.schedule)
 
     @property
     def merge_slices(self) -> int:
@@ -245,7 +237,7 @@ class Plan:
         while (
             2 * slices <= self.pieces_per_row
             and self.v_columns % (2 * slices * PIECE_ROWS) == 0
-            and 2 * slices * self.heads * self.num_cut_rows <= MAX_MERGE_BLOCKS
+            and 2 * slices * self.heads * self.schedule.num_cut_rows <= MAX_MERGE_BLOCKS
         ):
             slices *= 2
         return slices
@@ -254,5 +246,5 @@ class Plan:
         """Float32 results of row pieces, none where no row is cut."""
         if not self.cuts_rows:
             return {}
-        lead = (self.schedule.parts, self.sides, self.heads)
+        lead = (self.schedule.parts, self.schedule.sides, self.heads)
         return {"acc": (*lead, self.v_columns, self.tile_heads), "max_sum": (*lead, 2, self.tile_heads)}

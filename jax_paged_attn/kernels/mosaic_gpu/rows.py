@@ -197,3 +197,21 @@ class VectorRows(BatchRows):
             before = before + jnp.where(c < chunk, self._chunk_total(c), 0)
         before = before + self.sums_smem[self.buffer, chunk, CHUNK - 1 + rem(b, CHUNK)]
         return self.row(b), before
+
+
+class SearchedRows(VectorRows):
+    """The same for a kernel that has no shared memory for sums across warps."""
+
+    def find(self, tile) -> tuple[Row, Any]:
+        """(the row that holds the `tile`-th tile of all, tiles of the rows before it)."""
+        chunk, before, seen = i32(0), i32(0), i32(0)
+        for c in range(len(self.sums) - 1):
+            seen = seen + self._chunk_total(c)
+            chunk, before = jnp.where(seen <= tile, c + 1, chunk), jnp.where(seen <= tile, seen, before)
+        lane = i32(0)  # of the first row whose tiles, with those before it, are more than `tile`
+        for step in (1 << k for k in reversed(range((CHUNK - 1).bit_length()))):
+            passed = before + self.sums_smem[self.buffer, chunk, CHUNK + lane + step - 1] <= tile
+            lane = jnp.where(passed, lane + step, lane)
+        b = jnp.minimum(chunk * CHUNK + lane, self.batch - 1)
+        chunk, lane = div(b, CHUNK), rem(b, CHUNK)
+        return self.row(b), before + self.sums_smem[self.buffer, chunk, CHUNK - 1 + lane]

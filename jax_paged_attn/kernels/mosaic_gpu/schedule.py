@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from .integers import div, rem
+from .integers import ceil_div, div, rem
 
 i32 = jnp.int32
 
@@ -36,6 +36,12 @@ class Rows(Protocol):
     def find(self, tile: Any) -> tuple[Any, Any]:
         """(the row that holds the list's `tile`-th tile, tiles of the rows before it)."""
         ...
+
+
+def even_parts(parts: int, batch: int, given_up: float) -> int:
+    """The most parts up to `parts` that end where equal rows do, if that gives up no larger a share."""
+    even = next((n for n in range(parts, 0, -1) if n % batch == 0 or batch % n == 0), parts)
+    return even if even >= (1 - given_up) * parts else parts
 
 
 class Run(NamedTuple):
@@ -111,7 +117,36 @@ class Schedule:
     def fixed(cls, batch: int, num_splits: int) -> "Schedule":
         return cls(batch, batch * num_splits, num_splits)
 
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether a row can lie in several parts."""
+        return self.num_splits != 1
+
+    @property
+    def sides(self) -> int:
+        """Pieces that a part can leave: of the row that it continues and of the row that goes on after it."""
+        return 2 if self.num_splits is None else 1
+
+    @property
+    def cut_row_of_each_row(self) -> bool:
+        """Whether each row, rather than each part, has an entry in the list of cut rows."""
+        return self.batch <= self.parts
+
+    @property
+    def num_cut_rows(self) -> int:
+        """Entries in the list of cut rows: a part's end cuts at most one row."""
+        return min(self.batch, self.parts)
+
     def cuts(self, rows: Rows) -> BalancedCuts | FixedCuts:
         if self.num_splits is None:
             return BalancedCuts(rows, self.parts)
         return FixedCuts(rows, self.num_splits)
+
+
+def pieces_per_row(num_splits: int | None, schedule: Schedule) -> int:
+    """Pieces that a row is cut into where all rows are equal, rounded up to a power of two.
+
+    By the `num_splits` that was asked for, where it was: the schedule's depends on capacities.
+    """
+    pieces = num_splits or ceil_div(schedule.parts, schedule.batch)
+    return 1 << (pieces - 1).bit_length()

@@ -21,10 +21,13 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     ring = (plan.config.num_stages, plan.config.block_kv)
     types = {
         "k_smem": plan.k_tile.scratch(*ring),
-        "v_smem": plan.v_tile.scratch(*ring),
         "stats_smem": plgpu.SMEM((2, heads), f32),
         "fold_smem": plgpu.SMEM((NUM_WARPS, heads), f32),
-    } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
+    }
+    if not p.values_in_keys:
+        types["v_smem"] = plan.v_tile.scratch(*ring)
+    pools = 1 if p.values_in_keys else 2
+    types |= TileLoader.scratch(plan.tiling, plan.config.num_stages, pools, paged=not p.contiguous)
     q_tile, out_tile = plan.q_tile, plan.out_tile(plan.v_columns)
     if plan.wide:
         # A row's queries are done with before its output is there: apart, two blocks would not fit a core.
@@ -52,8 +55,8 @@ def smem_bytes(plan: Plan) -> int:
     return total_bytes(scratch_types(plan))
 
 
-def total_bytes(types: dict[str, Any]) -> int:
+def total_bytes(types: dict[str, Any], reserved: int = RESERVED) -> int:
     """Shared memory that scratch types take, from above: each array starts on a kilobyte."""
     arrays = [ref for ref in types.values() if hasattr(ref, "memory_space")]
     sizes = (math.prod(ref.shape) * np.dtype(ref.dtype).itemsize for ref in arrays)
-    return RESERVED + sum(round_up(size, 1024) for size in sizes)
+    return reserved + sum(round_up(size, 1024) for size in sizes)

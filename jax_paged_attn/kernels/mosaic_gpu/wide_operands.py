@@ -33,10 +33,11 @@ class WideOperands(Operands):
     p: SharedTile
     out: SharedTile
 
-    def bring_queries(self, gmem: Any, first: Any, smem: Any) -> None:
+    def bring_queries(self, gmem: Any, first: Any, smem: Any, first_column: int = 0) -> None:
         """Copy the heads of a group [group_size, columns] from `first` on; what lies past them is 0.
 
-        Threads do it, since copies into swizzled rows take groups of multiples of 8 heads only.
+        Threads do it, since copies into swizzled rows take groups of multiples of 8 heads only. Columns begin
+        at `first_column` of `smem`.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last row's output may lie there
         group_size, columns = gmem.shape
@@ -44,12 +45,13 @@ class WideOperands(Operands):
         if self.interpret:
             row = first + jnp.arange(heads)
             rows = gmem[...][jnp.minimum(row, group_size - 1)]
-            smem[...] = jnp.where((row < group_size)[:, None], rows, jnp.zeros_like(rows))
+            rows = jnp.where((row < group_size)[:, None], rows, jnp.zeros_like(rows))
+            smem[:, pl.ds(first_column, columns)] = rows
         else:
             scalar = plgpu.Layout.WG_SPLAT(())
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, plgpu.RefType(self.q.transforms)))(
                 lambda _, source, first, target: _copy_rows(
-                    source, first.registers.item(), target, self.q, heads, columns, group_size
+                    source, first.registers.item(), target, self.q, heads, columns, group_size, first_column
                 )
             )(gmem, first, smem)
         plgpu.commit_smem()
@@ -117,6 +119,7 @@ def _copy_rows(
     num_rows: int,
     columns: int,
     source_rows: int,
+    first_column: int,
 ) -> None:
     """Each thread copies 16 bytes at a time of `num_rows` rows from `first` on; 0 for rows that aren't."""
     words = ir.VectorType.get((4,), int32())
@@ -139,7 +142,8 @@ def _copy_rows(
         pointer = llvm.inttoptr(llvm.PointerType.get(1), arith.addi(source, offset))
         value = llvm.load(words, pointer, alignment=16)
         value = arith.select(exists, value, vector.broadcast(words, i32(0)))
-        pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(target, offset_in(tile, row, column)))
+        offset = offset_in(tile, row, arith.addi(column, i32(first_column)))
+        pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(target, offset))
         llvm.store(value, pointer, alignment=16)
 
 

@@ -1,6 +1,7 @@
 """Writing new tokens into a cache by scatters."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,9 @@ def run(problem: Problem, config: Config, operands: Operands) -> Results:
     pages = jnp.where(kept, x.slots // page_size, problem.num_pages) if page_size != 0 else x.slots
     offsets = x.slots % page_size if page_size != 0 else x.slots
 
-    def write(pool, new):
+    def write(pool: Any, new: Any) -> Any:
+        if pool is None:
+            return None
         if pool.dtype.name.startswith("float8"):
             # As bits: on the CPU XLA would convert the pool to float16 and back, and change which NaN it has.
             bits = (lax.bitcast_convert_type(x, jnp.uint8) for x in (pool, new))
@@ -61,11 +64,13 @@ def run(problem: Problem, config: Config, operands: Operands) -> Results:
         index = (pages, slice(None), offsets) if problem.kv_layout == "HND" else (pages, offsets)
         return pool.at[index].set(new, mode="drop")
 
+    if problem.joined:
+        k_new = jnp.concatenate([k_new, v_new], axis=-1)
     return Results(
         write(x.k_pages, k_new),
         write(x.v_pages, v_new),
-        None if x.k_scale_pages is None else write(x.k_scale_pages, x.k_scale),
-        None if x.v_scale_pages is None else write(x.v_scale_pages, x.v_scale),
+        write(x.k_scale_pages, x.k_scale),
+        write(x.v_scale_pages, x.v_scale),
         q,
     )
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_paged_attn import validation
+from jax_paged_attn.calls import mla
 from jax_paged_attn.calls.attention import Operands, Problem
 from jax_paged_attn.calls.modifiers import first_visible
 from jax_paged_attn.dispatch import Target
@@ -81,7 +82,7 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
     return out.astype(problem.dtype), lse if problem.return_lse else None
 
 
-def num_splits(problem: Problem, block_kv: int) -> int:
+def num_splits(problem: Problem | mla.Problem, block_kv: int) -> int:
     """Runs of each row: no more than a row can have tiles, as the others would be empty."""
     wanted = problem.num_splits or 1
     if problem.is_symbolic:
