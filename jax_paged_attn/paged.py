@@ -3,8 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_paged_attn import dispatch, validation
@@ -193,7 +191,7 @@ def attend(
     k_scale = validation.as_optional_array("k_scale", k_scale)
     v_scale = validation.as_optional_array("v_scale", v_scale)
     lead, (num_q_heads, head_dim) = q.shape[:-2], q.shape[-2:]
-    modifiers = modifiers.checked(lead, num_q_heads)
+    modifiers = modifiers.checked(lead, lead[:1], num_q_heads)
     if not lead:
         validation.check(
             page_table.kv_lens.ndim == 0,
@@ -218,18 +216,13 @@ def attend(
         contiguous=contiguous,
         cache_names=cache_names,
     )
-    scale = validation.as_sm_scale(sm_scale, problem.head_dim)
-    if validate_values:
-        # Scales of tokens may be anything where no token is.
-        wholes = {"k_scale": k_scale, "v_scale": v_scale}
-        validation.check_scales(**{n: x for n, x in wholes.items() if x is not None and x.ndim < 2})
-        attention.check_values(problem, page_table, modifiers, lens_name)
-    scale = validation.on_device(scale if isinstance(scale, jax.Array) else np.float32(scale))
-    k_scale, v_scale = (
-        None if x is None else jnp.broadcast_to(x, x.shape or (problem.num_kv_heads,)).astype(jnp.float32)
-        for x in (k_scale, v_scale)
+    operands = attention.as_operands(
+        problem, q, k_pages, v_pages, page_table, modifiers, sm_scale, k_scale, v_scale
     )
-    operands = attention.Operands(q, k_pages, v_pages, page_table, scale, k_scale, v_scale, modifiers)
+    if validate_values:
+        attention.check_values(
+            problem, page_table, modifiers, k_scale, v_scale, q_lens=problem.q_len, lens_name=lens_name
+        )
     out, lse = dispatch.run(
         attention.ATTENTION, problem, operands, implementation=implementation, config=config
     )

@@ -5,7 +5,9 @@ precision of matrix products, whatever the dtype of its inputs. It returns float
 their dtype. A row is gathered whole; tokens are written one after the other.
 """
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +23,173 @@ def paged_attention(
     v_pages: ArrayLike,
     page_table: PageTable,
     *,
+    mask: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.paged_attention`; other `options` are those of `_attention`.
+
+    Differentiable in q, unquantized pages, sm_scale, soft_cap, slopes, sinks and other scales.
+    """
+    q = jnp.asarray(q)
+    page_size, lead = _page_size(q, k_pages, kv_layout), q.shape[:-2]
+    q_len = lead[1] if len(lead) == 2 else 1
+    # Rows of one form: [batch, q_len, num_q_heads, head_dim].
+    table = page_table if lead else page_table.as_batched()
+    q = q.reshape(table.kv_lens.shape[0], q_len, *q.shape[-2:])
+    if mask is not None:
+        mask = jnp.asarray(mask).reshape(*q.shape[:2], -1)
+    _, kv_lens = table.clipped(page_size)
+    queries = kv_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+    kv_starts = jnp.broadcast_to(jnp.asarray(0 if kv_starts is None else kv_starts, jnp.int32), kv_lens.shape)
+    result = _attention(q, k_pages, v_pages, table, queries, mask, kv_starts, kv_layout=kv_layout, **options)
+    out, lse = (x.reshape(*lead, *x.shape[2:]) for x in result)
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: PageTable,
+    q_indptr: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.ragged_paged_attention`: every query token is a row of its own.
+
+    Differentiable as `paged_attention`, whose other `options` it takes.
+    """
+    q = jnp.asarray(q)
+    page_size = _page_size(q, k_pages, kv_layout)
+    table, owned, tokens = _rows_of_tokens(page_table, q_indptr, q.shape[0], page_size)
+    if kv_starts is not None and page_table.kv_lens.shape != (0,):
+        kv_starts = jnp.asarray(kv_starts, jnp.int32)[tokens.row]
+    kv_starts = jnp.broadcast_to(jnp.asarray(0 if kv_starts is None else kv_starts, jnp.int32), owned.shape)
+    if mask is not None:
+        mask = jnp.asarray(mask)[:, None]
+    out, lse = _attention(
+        q[:, None],
+        k_pages,
+        v_pages,
+        table,
+        tokens.position[:, None],
+        mask,
+        kv_starts,
+        kv_layout=kv_layout,
+        **options,
+    )
+    lse = jnp.where(owned[:, None], lse[:, 0], -jnp.inf)  # no row, no sink
+    return (out[:, 0], lse) if return_lse else out[:, 0]
+
+
+def cascade_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    levels: Sequence[tuple[PageTable, ArrayLike]],
+    *,
+    window_left: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    causal: bool = True,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Float32 `jax_paged_attn.cascade_attention`: every query token a row at every level, states merged.
+
+    Differentiable as `paged_attention`, whose other `options` it takes.
+    """
+    q = jnp.asarray(q)
+    page_size = _page_size(q, k_pages, kv_layout)
+    rows = [_rows_of_tokens(*level, q.shape[0], page_size) for level in levels]
+    *_, (_, owned, last) = rows
+    before = list(
+        itertools.accumulate([table.kv_lens for table, *_ in rows], initial=jnp.zeros_like(last.row))
+    )
+    position = before[len(rows) - 1] + last.position  # in the whole sequence
+    zeros, states = jnp.zeros_like(last.row), []
+    for level, (table, *_) in enumerate(rows):
+        only_last: dict[str, Any] = {"causal": False}
+        if level == len(rows) - 1:
+            only_last = {"causal": causal, "window_left": window_left}
+        of_level = None if mask is None or level < len(rows) - 1 else jnp.asarray(mask)[:, None]
+        queries = (position - before[level])[:, None]
+        arguments = q[:, None], k_pages, v_pages, table, queries, of_level, zeros
+        states.append(_attention(*arguments, kv_layout=kv_layout, **only_last, **options))
+    if sinks is not None:
+        out, lse = states[-1]
+        states.append((jnp.zeros_like(out), jnp.broadcast_to(jnp.asarray(sinks, jnp.float32), lse.shape)))
+    out, lse = (x[:, 0] for x in merge_states(*(jnp.stack(x) for x in zip(*states, strict=True))))
+    out, lse = jnp.where(owned[:, None, None], out, 0.0), jnp.where(owned[:, None], lse, -jnp.inf)
+    return (out, lse) if return_lse else out
+
+
+def _page_size(q: jax.Array, k_pages: ArrayLike, kv_layout: str) -> int:
+    sizes = dict(zip(validation.LAYOUT_AXES[kv_layout], jnp.shape(k_pages), strict=True))
+    expected = f"head_dim {sizes['head_dim']}, as k"
+    validation.check(q.shape[-1:] == (sizes["head_dim"],), "q", expected, f"shape {q.shape}")
+    return sizes["page_size"]
+
+
+class _Tokens(NamedTuple):
+    """The row of each query token, and its position among that row's keys."""
+
+    row: jax.Array
+    position: jax.Array
+
+
+def _rows_of_tokens(
+    page_table: PageTable, q_indptr: ArrayLike, total_q: int, page_size: int
+) -> tuple[PageTable, jax.Array, _Tokens]:
+    """Each token's own row of the table, whether it has one (else it has no key), and which one it is."""
+    q_indptr, tokens = jnp.asarray(q_indptr, jnp.int32), jnp.arange(total_q, dtype=jnp.int32)
+    row_starts, kv_lens = page_table.clipped(page_size)
+    if kv_lens.shape[0] == 0:
+        none = jnp.zeros(total_q, jnp.int32)
+        return PageTable(page_table.indices, none, none, none), none > 0, _Tokens(none, none)
+    # The first row that ends past the token.
+    row = jnp.searchsorted(q_indptr[1:], tokens, side="right").astype(jnp.int32)
+    owned = (row < kv_lens.shape[0]) & (tokens >= q_indptr[0])
+    row = jnp.clip(row, 0, kv_lens.shape[0] - 1)
+    lens = jnp.where(owned, kv_lens[row], 0)
+    table = PageTable(page_table.indices, row_starts[row], page_table.row_pages[row], lens)
+    return table, owned, _Tokens(row, lens - q_indptr[row + 1] + tokens)
+
+
+def _attention(
+    q: jax.Array,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    table: PageTable,
+    queries: jax.Array,
+    mask: jax.Array | None,
+    kv_starts: jax.Array,
+    *,
     sm_scale: ArrayLike | None = None,
     soft_cap: ArrayLike | None = None,
     window_left: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
     causal: bool = True,
-    kv_starts: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     kv_layout: str = "HND",
-    return_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Float32 `jax_paged_attn.paged_attention`.
-
-    Differentiable in q, unquantized pages, sm_scale, soft_cap, slopes, sinks and other scales.
-    """
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with q [rows, q_len, num_q_heads, head_dim] at the positions `queries` [rows, q_len] of rows."""
     # To [num_pages, page_size, num_kv_heads, head_dim].
     order = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3), "HPND": (1, 2, 0, 3)}[kv_layout]
     k_pages, v_pages = (jnp.asarray(x).transpose(order) for x in (k_pages, v_pages))
     k_scale, v_scale = (_scales(x, k_pages.shape[:-1], order[:-1]) for x in (k_scale, v_scale))
-    q, (num_pages, page_size, num_kv_heads, head_dim) = jnp.asarray(q), k_pages.shape
-    validation.check(q.shape[-1:] == (head_dim,), "q", f"head_dim {head_dim}, as k", f"shape {q.shape}")
-    lead, num_q_heads = q.shape[:-2], q.shape[-2]
-    q_len = lead[1] if len(lead) == 2 else 1
-    # Rows of one form: [batch, q_len, num_q_heads, head_dim].
-    table = page_table if lead else page_table.as_batched()
-    q = q.reshape(table.kv_lens.shape[0], q_len, num_q_heads, head_dim)
-    if mask is not None:
-        mask = jnp.asarray(mask).reshape(*q.shape[:2], -1)
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    q_len, num_q_heads = q.shape[1:3]
     sm_scale = jnp.asarray(head_dim**-0.5 if sm_scale is None else sm_scale, jnp.float32)
     soft_cap = jnp.asarray(0.0 if soft_cap is None else soft_cap, jnp.float32)
     slopes, sinks = (
@@ -58,15 +197,13 @@ def paged_attention(
         for x, absent in ((alibi_slopes, 0.0), (sinks, -jnp.inf))
     )
     indices, (row_starts, kv_lens) = table.indices, table.clipped(page_size)
-    kv_starts = jnp.broadcast_to(jnp.asarray(0 if kv_starts is None else kv_starts, jnp.int32), kv_lens.shape)
     positions = jnp.arange(indices.shape[0] * page_size, dtype=jnp.int32)
 
     def attend(row):
-        q, row_start, kv_len, kv_start, mask = row
+        q, row_start, kv_len, kv_start, queries, mask = row
         entries = jnp.clip(row_start + positions // page_size, 0, indices.shape[0] - 1)
         pages, slots = jnp.clip(indices[entries], 0, num_pages - 1), positions % page_size
         visible = (positions >= kv_start) & (positions < kv_len)
-        queries = kv_len - q_len + jnp.arange(q_len, dtype=jnp.int32)
         visible &= _visible(positions, queries, kv_len, causal, window_left, mask)
         k, v = (x[pages, slots].astype(jnp.float32) for x in (k_pages, v_pages))
         # What no query sees is replaced before use: NaN in it would reach outputs or gradients.
@@ -81,11 +218,8 @@ def paged_attention(
         return _weighted(jnp.where(visible[:, None], scores, -jnp.inf), v, sinks)
 
     if num_pages == 0 or positions.size == 0:
-        out = jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.broadcast_to(sinks, q.shape[:-1])
-    else:
-        out = jax.lax.map(attend, (q, row_starts, kv_lens, kv_starts, mask))
-    out, lse = (x.reshape(*lead, *x.shape[2:]) for x in out)
-    return (out, lse) if return_lse else out
+        return jnp.zeros((*q.shape[:-1], v_pages.shape[-1])), jnp.broadcast_to(sinks, q.shape[:-1])
+    return jax.lax.map(attend, (q, row_starts, kv_lens, kv_starts, queries, mask))
 
 
 def _scales(scale: ArrayLike | None, shape: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:

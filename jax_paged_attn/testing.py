@@ -5,7 +5,9 @@ kernel is interpreted, which costs seconds each; on its own platform an implemen
 problem marked ``newest`` also belongs to the subset that the newest release of JAX runs.
 """
 
+import collections
 import dataclasses
+import re
 import zlib
 from types import ModuleType
 from typing import Any
@@ -47,6 +49,8 @@ class Case:
         None leaves it out.
     q_len : int or None
         Query tokens a row; None is one, without an axis of its own.
+    q_lens : tuple[int, ...] or None
+        Of each row in a call of `ragged_paged_attention`, which 3 of no row follow; None is another call.
     causal : bool
         As in `paged_attention`.
     soft_cap, window_left : float or int, or None
@@ -82,6 +86,7 @@ class Case:
     sm_scale: float | None = None
     kv_starts: tuple[int, ...] | None = None
     q_len: int | None = None
+    q_lens: tuple[int, ...] | None = None
     causal: bool = True
     soft_cap: float | None = None
     window_left: int | None = None
@@ -104,6 +109,8 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 # What models use, and all of it at once.
 _GEMMA2 = {"soft_cap": 5.0, "window_left": 40}
 _ALL: dict[str, Any] = {**_GEMMA2, "alibi": True, "sinks": True}
+_RAGGED = ("mosaic_gpu",)
+_TOKENS_OF_NO_ROW = 3
 
 _MANY_QUERIES = _LONG_MASKS = ("mosaic_gpu",)
 _ONLY_16_BIT = ("mosaic_gpu",)
@@ -378,6 +385,43 @@ CASES = (
         **_ALL,
         refused_by=_ONLY_16_BIT,
     ),
+    Case("ragged", (0, 5, 64, 131, 300), q_lens=(1, 0, 1, 37, 100), refused_by=_RAGGED, newest=True),
+    Case("ragged_one_query_a_row", (7, 0, 131), q_lens=(1, 1, 1), v_head_dim=96, refused_by=_RAGGED),
+    Case("ragged_more_queries_than_keys", (2, 0, 40), 9, 3, q_lens=(5, 3, 41), refused_by=_RAGGED),
+    Case(
+        "ragged_all_starts_splits",
+        (300, 0, 131, 12),
+        q_lens=(3, 2, 90, 12),
+        page_size=12,
+        **_ALL,
+        kv_starts=(150, 0, 50, 1),
+        num_splits=3,
+        refused_by=_RAGGED,
+    ),
+    Case("ragged_tree", (3, 70, 131, 9), q_lens=(5, 1, 6, 0), mask_len=6, window_left=9, refused_by=_RAGGED),
+    Case(
+        "ragged_not_causal_e4m3_token",
+        (70, 131, 3),
+        q_lens=(20, 3, 1),
+        kv_layout="NHD",
+        cache_dtypes=_E4M3,
+        scale="token",
+        causal=False,
+        window_left=9,
+        refused_by=_RAGGED,
+    ),
+    Case(
+        "ragged_int8_head", q_lens=(0, 9, 2, 70), cache_dtypes=_INT8, scale="head", **_ALL, refused_by=_RAGGED
+    ),
+    Case(
+        "ragged_float32_hpnd_csr",
+        (5, 0, 33, 64),
+        q_lens=(5, 0, 1, 40),
+        dtype="float32",
+        kv_layout="HPND",
+        table="csr",
+        refused_by=_RAGGED,
+    ),
     Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
 )
 
@@ -489,13 +533,17 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
     dims = {"k": case.head_dim, "v": case.v_head_dim or case.head_dim}
     page_size, heads = case.page_size, case.num_kv_heads
     rows = len(case.kv_lens)
+    q_lens = case.q_lens or (case.q_len or 1,) * rows
     lead = (rows,) if case.q_len is None else (rows, case.q_len)
+    if case.q_lens is not None:
+        lead = (sum(q_lens) + _TOKENS_OF_NO_ROW,)
     q = rng.standard_normal((*lead, case.num_q_heads, case.head_dim)).astype(dtype)
     tables, num_pages = _assign_pages(case, rng, spare_pages)
-    mask = None
+    mask, masks = None, [None] * rows
     if case.mask_len is not None:
-        mask = rng.random((rows, case.q_len or 1, case.mask_len)) < 0.6
-    seen = [_seen(case, row, None if mask is None else mask[row]) for row in range(rows)]
+        mask = rng.random((*lead, case.mask_len)) < 0.6
+        masks = np.split(mask.reshape(-1, case.mask_len), np.cumsum(q_lens))
+    seen = [_seen(case, row, q_lens[row], masks[row]) for row in range(rows)]
     order = validation.LAYOUT_AXES["NHD"]
     order = tuple(order.index(axis) for axis in validation.LAYOUT_AXES[case.kv_layout])
     caches = {}
@@ -532,7 +580,7 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
     if case.sinks:
         options["sinks"] = jnp.asarray(rng.normal(1, 2, case.num_q_heads), jnp.float32)
     if mask is not None:
-        options["mask"] = jnp.asarray(mask if case.q_len else mask[:, 0])
+        options["mask"] = jnp.asarray(mask)
     if not case.causal:
         options["causal"] = False
     tuning = {"num_splits": case.num_splits}
@@ -543,12 +591,15 @@ def make_inputs(case: Case, *, poison: float = np.nan, spare_pages: int = 3) -> 
         hidden = (int(np.argmax(of_row)) if of_row.any() else of_row.size) // page_size
         table[:hidden] = _unused_entries(hidden)
     args = (jnp.asarray(q), caches["k"], caches["v"], _page_table(case, tables))
+    if case.q_lens is not None:
+        q_indptr = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
+        return Inputs("ragged_paged_attention", (*args, q_indptr), options, tuning)
     return Inputs("paged_attention", args, options, tuning)
 
 
-def _seen(case: Case, row: int, mask: np.ndarray | None) -> np.ndarray:
+def _seen(case: Case, row: int, q_len: int, mask: np.ndarray | None) -> np.ndarray:
     """Which keys of a row some query sees, bool[kv_len]."""
-    kv_len, q_len = case.kv_lens[row], case.q_len or 1
+    kv_len = case.kv_lens[row]
     key, query = np.arange(kv_len), kv_len - q_len + np.arange(q_len)[:, None]
     visible = (key <= query) | (not case.causal)
     if case.window_left is not None:
@@ -586,6 +637,14 @@ def assert_close(actual: Any, expected: Any) -> None:
         chex.assert_trees_all_close(
             np.asarray(lse), np.asarray(expected_lse), atol=tolerance.lse_atol, rtol=1e-6
         )
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Count the exchanges between devices that a compiled call takes, such as {"all-to-all": 1}."""
+    text = compiled.as_text()
+    assert text, "no HLO to look at"
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
 def _assign_pages(case: Case, rng: np.random.Generator, spare_pages: int) -> tuple[list[np.ndarray], int]:

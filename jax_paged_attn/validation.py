@@ -192,22 +192,22 @@ def scale_kind(
     return kinds[scale.shape]
 
 
-def as_page_table(page_table: Any) -> "PageTable":
+def as_page_table(page_table: Any, name: str = "page_table") -> "PageTable":
     """Check a page table's own consistency and narrow its fields to int32."""
     # PageTable's constructors use this module, so this import can't stand at the top.
     from jax_paged_attn.page_table import PageTable
 
     expected = "a PageTable (PageTable.from_block_tables and .from_csr make one)"
-    check(isinstance(page_table, PageTable), "page_table", expected, type(page_table).__name__)
+    check(isinstance(page_table, PageTable), name, expected, type(page_table).__name__)
     fields = {
-        field.name: as_int32(f"page_table.{field.name}", getattr(page_table, field.name))
+        field.name: as_int32(f"{name}.{field.name}", getattr(page_table, field.name))
         for field in dataclasses.fields(PageTable)
     }
     indices, kv_lens = fields["indices"], fields["kv_lens"]
-    check(indices.ndim == 1, "page_table.indices", "shape [num_entries]", f"shape {indices.shape}")
-    check(kv_lens.ndim <= 1, "page_table.kv_lens", "shape [batch] or []", f"shape {kv_lens.shape}")
-    for name in ("row_starts", "row_pages"):
-        check_shape(f"page_table.{name}", fields[name], kv_lens.shape)
+    check(indices.ndim == 1, f"{name}.indices", "shape [num_entries]", f"shape {indices.shape}")
+    check(kv_lens.ndim <= 1, f"{name}.kv_lens", "shape [batch] or []", f"shape {kv_lens.shape}")
+    for field in ("row_starts", "row_pages"):
+        check_shape(f"{name}.{field}", fields[field], kv_lens.shape)
     return PageTable(**fields)
 
 

@@ -117,7 +117,7 @@ def test_equal_slots_far_apart_in_the_kernel(num_tokens, config):
 
 def test_equal_slots_whose_hashes_meet():
     """Multiples of a large power of two have few hashes, so that entries of the table are passed by."""
-    few = np.arange(64) * 2**14
+    few = np.arange(64) * 2**14 + 3
     slots = np.concatenate([few, few[::3], np.arange(40)])
     check_equal_slots(slots, Config(16, 4, 1))
     check_equal_slots(np.full(70, 5), Config(4, 1, 3))

@@ -20,6 +20,7 @@ from tokenizers import pre_tokenizers
 
 from jax_paged_attn import paged_attention
 from jax_paged_attn.demo import cli, generate, model, run, terminal, tokenizer
+from jax_paged_attn.demo.draft import NgramDrafter
 from jax_paged_attn.demo.errors import DemoError
 from jax_paged_attn.demo.gguf_file import GGUFFile, read_config, read_params
 from jax_paged_attn.demo.tokenizer import ChatTokenizer
@@ -166,6 +167,8 @@ def load(path):
         (("--dtype=bfloat16",), r"a dense, unpaged cache gives (the same 27|2\d of 27) tokens"),
         (("--temperature=0.8", "--seed=3"), "a dense, unpaged cache gives the same 27 tokens"),
         (("--kv-dtype=fp8",), r"a dense, unpaged cache gives (the same 27|2\d of 27) tokens"),
+        (("--window=7", "--page-size=4"), "a dense, unpaged cache gives the same 27 tokens"),
+        (("--speculative=3",), "a dense, unpaged cache gives the same 27 tokens"),
     ],
 )
 def test_answers_of_a_batch_are_those_of_a_dense_cache(tiny, capsys, options, check):
@@ -224,10 +227,20 @@ def test_the_check_fails_when_the_scales_of_tokens_are_mixed_up(tiny, capsys, mo
 
 
 def generated(
-    path, prompts=PROMPTS, max_tokens=10, stop_ids=frozenset(), page_size=4, temperature=0.0, seed=0
+    path,
+    prompts=PROMPTS,
+    max_tokens=10,
+    stop_ids=frozenset(),
+    page_size=4,
+    temperature=0.0,
+    seed=0,
+    num_drafts=0,
+    window=None,
 ):
     params, config, tokenizer = load(path)
-    options = generate.Options(max_tokens, page_size, model.Sampling(temperature, seed), None)
+    config = dataclasses.replace(config, window=window)
+    sampling = model.Sampling(temperature, seed)
+    options = generate.Options(max_tokens, page_size, sampling, None, num_drafts=num_drafts)
     encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     heard = [[] for _ in prompts]
     result = generate.generate(
@@ -268,6 +281,44 @@ def test_a_stop_token_ends_its_row_only(tiny):
     assert min(map(len, expected)) < max(map(len, expected))
 
 
+def test_drafts_save_steps_and_change_no_token(tiny):
+    plain, drafted = (generated(tiny, max_tokens=40, num_drafts=n, page_size=3) for n in (0, 4))
+    assert drafted.answers == plain.answers
+    assert plain.num_steps == 39
+    assert drafted.num_steps < 39
+    assert 0 < drafted.num_accepted < drafted.num_drafted
+    # A step gives each row that still runs one token and the drafts accepted.
+    assert drafted.num_steps * 3 + drafted.num_accepted >= 3 * 39
+    stop = plain.answers[1][12]
+    stopped = generated(tiny, max_tokens=40, num_drafts=4, page_size=3, stop_ids=frozenset([stop]))
+    ends = [answer.index(stop) + 1 if stop in answer else 40 for answer in plain.answers]
+    assert stopped.answers == [answer[:end] for answer, end in zip(plain.answers, ends, strict=True)]
+    assert stopped.num_accepted <= sum(ends)
+
+
+def test_drafts_are_what_followed_before():
+    drafter = NgramDrafter([5, 1, 2, 3, 9, 1, 2, 3, 4, 7, 1, 2, 3])
+    assert drafter.propose(2) == [4, 7]  # the latest of the longest matches
+    assert drafter.propose(0) == []
+    drafter.add(9)
+    assert drafter.propose(3) == [1, 2, 3]  # the longer match is the older one
+    assert NgramDrafter([1, 2, 3]).propose(4) == []
+    assert NgramDrafter([]).propose(4) == []
+    assert NgramDrafter([8, 6, 8, 6]).propose(5) == [8, 6, 8, 6, 8]  # goes on with itself
+
+
+def test_the_check_fails_when_a_draft_is_kept_unverified(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "count_agreeing", lambda drafts, picked: len(drafts))
+    assert demo(tiny, "--check", "--speculative=2", "--max-tokens=20") == 1
+    assert "check failed: token" in capsys.readouterr().err
+
+
+def test_drafts_are_reported(tiny, capsys):
+    assert demo(tiny, "--speculative=2", "--max-tokens=20", prompts=PROMPTS[1:2]) == 0
+    pattern = r"^drafts +\d+ of \d+ accepted \(\d+%\), \d+ steps instead of \d+$"
+    assert re.search(pattern, capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_the_cache_is_updated_in_place(tiny, kv_dtype):
     params, config, _ = load(tiny)
@@ -278,9 +329,8 @@ def test_the_cache_is_updated_in_place(tiny, kv_dtype):
         return model.decode_step(params, cache, tokens, block_tables, kv_lens, jnp.int32(0), **options)
 
     rows, table = np.ones(2, np.int32), np.zeros((2, 4), np.int32)
-    memory = (
-        jax.jit(step, donate_argnums=1).lower(params, cache, rows, table, rows).compile().memory_analysis()
-    )
+    lowered = jax.jit(step, donate_argnums=1).lower(params, cache, rows[:, None], table, rows)
+    memory = lowered.compile().memory_analysis()
     assert memory is not None
     pools = sum(pool.nbytes for pool in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= pools
@@ -290,7 +340,7 @@ def test_the_cache_is_updated_in_place(tiny, kv_dtype):
 # The model
 
 
-def dense_logits(weights, tokens):
+def dense_logits(weights, tokens, window=CONFIG.context_length):
     """Logits [tokens, vocab_size] in float64 numpy, with the rotary pairs of Hugging Face's Llama."""
     weights = {name: value.astype(np.float64) for name, value in weights.items()}
     half = CONFIG.head_dim // 2
@@ -304,7 +354,8 @@ def dense_logits(weights, tokens):
         return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
 
     x = weights["token_embd.weight"][tokens]
-    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+    causal = (distance >= 0) & (distance < window)
     for layer in range(CONFIG.num_layers):
         w = {name: weights[f"blk.{layer}.{name}.weight"] for name in model.Layers._fields}
         h = norm(x, f"blk.{layer}.attn_norm")
@@ -324,14 +375,14 @@ def dense_logits(weights, tokens):
     return norm(x, "output_norm") @ output.T
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_greedy_tokens_are_those_of_an_independent_llama(tmp_path, tied):
+@pytest.mark.parametrize(("tied", "window"), [(True, None), (False, None), (True, 6)])
+def test_greedy_tokens_are_those_of_an_independent_llama(tmp_path, tied, window):
     weights = random_weights(seed=3, tied=tied)
     path = write_gguf(tmp_path / "model.gguf", weights)
     tokens = load(path)[2].encode_prompt(PROMPTS[1])
-    answer = generated(path, [PROMPTS[1]]).answers[0]
+    answer = generated(path, [PROMPTS[1]], window=window).answers[0]
     for token in answer:
-        assert token == dense_logits(weights, tokens)[-1].argmax()
+        assert token == dense_logits(weights, tokens, window or len(tokens))[-1].argmax()
         tokens.append(token)
 
 
@@ -490,6 +541,8 @@ def test_progress_is_a_bar_on_terminals_only(monkeypatch):
         ("--max-tokens=ten", "expected a whole number of at least 1, got 'ten'"),
         ("--temperature=-1", "expected a number from 0 to 100, got '-1'"),
         ("--temperature=nan", "expected a number from 0 to 100, got 'nan'"),
+        ("--window=0", "expected a whole number of at least 1, got '0'"),
+        ("--speculative=0", "expected a whole number from 1 to 64, got '0'"),
         ("--seed=-1", "expected a whole number from 0 to 4294967295, got '-1'"),
         (f"--seed={2**70}", "expected a whole number from 0 to 4294967295"),
         ("--prompt=\ud800", "expected text in UTF-8"),
@@ -506,6 +559,15 @@ def test_wrong_options_are_named(tiny, capsys, option, message):
     assert stopped.value.code == 2
     assert option.split("=")[0] in err
     assert message in err
+
+
+def test_drafts_of_sampled_text_are_refused(tiny, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo(tiny, "--speculative=2", "--temperature=0.5")
+    assert stopped.value.code == 2
+    assert (
+        "--speculative: drafts are verified greedily, which needs --temperature 0" in capsys.readouterr().err
+    )
 
 
 def fails_with(capsys, message, path, *options, **kwargs):

@@ -40,6 +40,10 @@ CASES = [
     "queries_5_tree_all_starts",
     "queries_7_contiguous_nhd",
     "mask_of_one_query",
+    "ragged_more_queries_than_keys",
+    "ragged_all_starts_splits",
+    "ragged_tree",
+    "ragged_not_causal_e4m3_token",
 ]
 
 
@@ -91,7 +95,7 @@ def dequantized(cache, scale, case):
 
 def dense(inputs, case):
     """Attention of every row, its tokens collected one by one."""
-    q, k, v, where = inputs.args
+    q, k, v, where = inputs.args[:4]
     scales = [inputs.options.get(name) for name in ("k_scale", "v_scale")]
     q, (k, v) = float64(q), (dequantized(x, scale, case) for x, scale in zip((k, v), scales, strict=True))
     starts = case.kv_starts or (0,) * len(case.kv_lens)
@@ -106,19 +110,22 @@ def dense(inputs, case):
             return cache[:, page, slot]
         return cache[page, :, slot] if case.kv_layout == "HND" else cache[page, slot]
 
-    q = q.reshape(len(case.kv_lens), -1, case.num_q_heads, case.head_dim)
+    q = q.reshape(-1, case.num_q_heads, case.head_dim)
     masks = inputs.options.get("mask")
-    masks = masks if masks is None else np.asarray(masks).reshape(*q.shape[:2], -1)
-    results = []
+    masks = masks if masks is None else np.asarray(masks).reshape(len(q), -1)
+    results, done = [], 0
     for row, (start, kv_len) in enumerate(zip(starts, case.kv_lens, strict=True)):
-        for index, heads in enumerate(q[row]):
-            query = kv_len - q.shape[1] + index
-            mask = None if masks is None else masks[row]
+        q_len = case.q_lens[row] if case.q_lens else case.q_len or 1
+        of_row, done = slice(done, done + q_len), done + q_len
+        mask = None if masks is None else masks[of_row]
+        for index, heads in enumerate(q[of_row]):
+            query = kv_len - q_len + index
             seen = [p for p in range(start, kv_len) if sees(case, mask, kv_len, query, index, p)]
             keys = np.array([token(k, row, p) for p in seen])
             values = [token(v, row, p) for p in seen]
             values = np.array(values).reshape(-1, case.num_kv_heads, case.v_head_dim or case.head_dim)
             results.append(dense_query(heads, keys, values, np.array(seen), query, case, inputs.options))
+    results += [(np.zeros_like(results[0][0]), np.full(case.num_q_heads, -np.inf))] * (len(q) - done)
     return tuple(np.reshape(x, (*inputs.args[0].shape[:-2], *x[0].shape)) for x in zip(*results, strict=True))
 
 

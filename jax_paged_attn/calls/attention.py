@@ -1,11 +1,12 @@
 """The attention of rows over a cache: what is static about a call, its operands, its vmapped form."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_paged_attn import validation
 from jax_paged_attn.calls.modifiers import Modifiers, first_visible
@@ -84,7 +85,7 @@ class Problem:
         sizes = (self.batch, self.q_len, self.page_size, self.num_pages, self.num_entries)
         return any(dim == 0 for dim in sizes)
 
-    def nonempty(self) -> "Problem":
+    def nonempty(self) -> Self:
         """Return the smallest problem of this kind that isn't empty."""
         sizes = ("batch", "q_len", "page_size", "num_pages", "num_entries")
         return dataclasses.replace(self, **{name: max(getattr(self, name), 1) for name in sizes})
@@ -114,9 +115,9 @@ def nothing(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array 
     return jnp.zeros((*rows, problem.v_head_dim), problem.dtype), lse if problem.return_lse else None
 
 
-def fold(
-    problem: Problem, size: int, batched: Operands, operands: Operands
-) -> tuple[Problem, Operands] | None:
+def fold[P: Problem](
+    problem: P, size: int, batched: Operands, operands: Operands
+) -> tuple[P, Operands] | None:
     """Fold a mapped axis of `size` into the rows, if it can join them without moving a pool.
 
     Kernels then see one batch to balance, read a shared cache once, and need no batching of their own.
@@ -196,7 +197,7 @@ ATTENTION = Operation("attention", ("paged_attention", "decode_attention"), noth
 
 
 def describe(
-    q: jax.Array,
+    q: jax.Array | jax.ShapeDtypeStruct,
     k_pages: jax.Array,
     v_pages: jax.Array,
     page_table: PageTable,
@@ -285,20 +286,54 @@ def describe(
     )
 
 
-def check_values(problem: Problem, page_table: PageTable, modifiers: Modifiers, lens_name: str) -> None:
-    """Check a batched page table's lengths, entries and used page ids, and the modifiers' values.
+def as_operands(
+    problem: Problem,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: PageTable,
+    modifiers: Modifiers,
+    sm_scale: ArrayLike | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> Operands:
+    """Convert the scales, of which `problem` says what they belong to, to arrays of their batched form."""
+    scale = validation.as_sm_scale(sm_scale, problem.head_dim)
+    scale = validation.on_device(scale if isinstance(scale, jax.Array) else np.float32(scale))
+    k_scale, v_scale = (
+        None if x is None else jnp.broadcast_to(x, x.shape or (problem.num_kv_heads,)).astype(jnp.float32)
+        for x in (k_scale, v_scale)
+    )
+    return Operands(q, k_pages, v_pages, page_table, scale, k_scale, v_scale, modifiers)
 
-    `lens_name` is the name that the caller knows the lengths by.
+
+def check_values(
+    problem: Problem,
+    page_table: PageTable,
+    modifiers: Modifiers,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *,
+    q_lens: int | jax.Array,
+    table_name: str = "page_table",
+    lens_name: str = "page_table.kv_lens",
+) -> None:
+    """Check a batched page table's lengths, entries and used page ids, and values of modifiers and scales.
+
+    `q_lens` are the query tokens of each row, the names those that the caller knows arguments by.
     """
+    # Scales of tokens may be anything where no token is.
+    wholes = {"k_scale": k_scale, "v_scale": v_scale}
+    validation.check_scales(**{n: x for n, x in wholes.items() if getattr(problem, n) != "token"})
     modifiers.check_values(page_table.kv_lens, lens_name)
     num_entries, page_size, num_pages = problem.num_entries, problem.page_size, problem.num_pages
     arrays = (page_table.indices, page_table.row_starts, page_table.row_pages, page_table.kv_lens)
     xp, (indices, row_starts, row_pages, kv_lens) = validation.value_module(*arrays)
     expected = f"rows within the {num_entries} entries of indices"
     inside = (row_pages >= 0) & (row_pages <= num_entries)
-    validation.check_values(inside, "page_table.row_pages", expected, row_pages)
+    validation.check_values(inside, f"{table_name}.row_pages", expected, row_pages)
     inside = (row_starts >= 0) & (row_starts <= num_entries - xp.clip(row_pages, 0, num_entries))
-    validation.check_values(inside, "page_table.row_starts", expected, row_starts)
+    validation.check_values(inside, f"{table_name}.row_starts", expected, row_starts)
     # Clipping compares pages rather than tokens: row_pages * page_size can overflow int32.
     used_pages = -(-kv_lens // max(page_size, 1))
     fits = (kv_lens >= 0) & (used_pages <= (row_pages if page_size != 0 else 0))
@@ -309,14 +344,15 @@ def check_values(problem: Problem, page_table: PageTable, modifiers: Modifiers, 
     begins = xp.clip(row_starts, 0, num_entries)
     ends = begins + xp.clip(used_pages, 0, xp.clip(row_pages, 0, num_entries - begins))
     of_window = modifiers.kv_starts, modifiers.window_left
-    first = first_visible(problem.q_len, problem.mask_len, page_table.kv_lens, *of_window)
+    first = first_visible(q_lens, problem.mask_len, page_table.kv_lens, *of_window)
     if first is not None:
         xp, (indices, begins, ends, first) = validation.value_module(indices, begins, ends, first)
         begins = xp.minimum(begins + xp.clip(first, 0, None) // max(page_size, 1), ends)
     counts = [xp.cumsum(_histogram(xp, edges, num_entries)) for edges in (begins, ends)]
     in_range = (indices >= 0) & (indices < num_pages)
     expected = f"used page ids in [0, {num_pages - 1}]"
-    validation.check_values((counts[0] <= counts[1]) | in_range, "page_table.indices", expected, indices)
+    used_in_range = (counts[0] <= counts[1]) | in_range
+    validation.check_values(used_in_range, f"{table_name}.indices", expected, indices)
 
 
 def _histogram(xp: Any, values: Any, size: int) -> Any:

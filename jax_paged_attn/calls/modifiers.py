@@ -59,16 +59,17 @@ class Modifiers(NamedTuple):
         """The others."""
         return {name: value for name, value in self._asdict().items() if name in set(self.given) - {*_BY_ROW}}
 
-    def checked(self, lead: tuple[int, ...], num_q_heads: int) -> "Modifiers":
+    def checked(self, lead: tuple[int, ...], rows: tuple[int, ...], num_q_heads: int) -> "Modifiers":
         """Check each and convert it to an array of the batched form; values that do nothing become None.
 
-        `lead` is the shape of q before its heads: (), [batch] or [batch, q_len].
+        `lead` is the shape of q before its heads, (), [batch], [batch, q_len] or [total_q], and `rows` that
+        of the rows, () or [batch].
         """
         kv_starts = None
         if self.kv_starts is not None:
             kv_starts = validation.as_int32("kv_starts", self.kv_starts)
-            validation.check_shape("kv_starts", kv_starts, lead[:1])
-            kv_starts = kv_starts.reshape((*lead, 1)[:1])
+            validation.check_shape("kv_starts", kv_starts, rows)
+            kv_starts = kv_starts.reshape(rows or (1,))
         return Modifiers(
             soft_cap=_soft_cap(self.soft_cap),
             window_left=_window_left(self.window_left),
@@ -154,14 +155,18 @@ def window_size(window_left: jax.Array) -> jax.Array:
 
 
 def first_visible(
-    q_len: int, mask_len: int, kv_lens: jax.Array, kv_starts: jax.Array | None, window_left: jax.Array | None
+    q_len: int | jax.Array,
+    mask_len: int,
+    kv_lens: jax.Array,
+    kv_starts: jax.Array | None,
+    window_left: jax.Array | None,
 ) -> jax.Array | None:
     """Find the first key of each row that any query may see, None being the first of all.
 
     Parameters
     ----------
     q_len, mask_len : int
-        Queries a row; keys that a mask decides about, 0 without one.
+        Queries a row, or of each row; keys that a mask decides about, 0 without one.
     kv_lens, kv_starts, window_left
         Of one row or of several, within what the rows hold. Tiles of keys before it need not be read.
     """

@@ -148,7 +148,8 @@ def _advance(
     capacity = cache.k.shape[2]
     positions = starts[:, None] + jnp.arange(n, dtype=jnp.int32)[None, :]
     rows = jnp.arange(batch)[:, None]
-    visible = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+    distance = positions[:, :, None] - jnp.arange(capacity, dtype=jnp.int32)[None, None, :]
+    visible = (distance >= 0) & (distance < (config.window or capacity))
 
     def attend(cache, layer, q, k, v):
         k, v = (new.reshape(batch, n, *new.shape[1:]) for new in (k, v))

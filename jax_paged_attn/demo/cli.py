@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> None:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.speculative and args.temperature:
+        parser.error("argument --speculative: drafts are verified greedily, which needs --temperature 0")
     _require_packages()
     # Imported here so that `--help` and wrong options need none of the packages.
     from jax_paged_attn.demo.run import run
@@ -90,6 +93,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--kv-dtype",
         choices=KV_DTYPES,
         help="of the cache; fp8 is float8_e4m3fn (default: that of the weights)",
+    )
+    add(
+        "--window",
+        type=_whole_number(1),
+        metavar="N",
+        help="sliding window: a token attends to N tokens at most, itself included (default: all)",
+    )
+    add(
+        "--speculative",
+        type=_whole_number(1, 64),
+        default=0,
+        metavar="N",
+        help="draft up to N tokens a step from what was said before, and verify them: the same answers",
     )
     add("--temperature", type=_temperature, default=0.0, metavar="T", help="0, the default, is greedy")
     add(

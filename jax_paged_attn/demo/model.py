@@ -1,8 +1,8 @@
 """A Llama decoder over a paged KV cache: the part to copy into a model of your own.
 
-Tokens are flat, ``[tokens, ...]``: one token a row while decoding, every prompt's tokens one after the other
-in prefill. A layer does the same for both and leaves to an ``attend`` function where keys and values are
-kept and how they are attended to; `decode_step` passes one that calls `append_paged_kv` and
+Tokens are flat, ``[tokens, ...]``: the newest of each row while decoding, every prompt's tokens one after
+the other in prefill. A layer does the same for both and leaves to an ``attend`` function where keys and
+values are kept and how they are attended to; `decode_step` passes one that calls `append_paged_kv` and
 `paged_attention`.
 
 The caches of all layers are one array each for K and V, donated by the caller's jit and carried through the
@@ -35,6 +35,8 @@ class LlamaConfig:
         The most tokens, prompt and answer together, that the model was trained for.
     rms_norm_eps : float
         Added to the mean square inside the norms.
+    window : int or None
+        How many tokens a token attends to at most, itself and those before it; None is all.
     """
 
     num_layers: int
@@ -45,6 +47,12 @@ class LlamaConfig:
     vocab_size: int
     context_length: int
     rms_norm_eps: float
+    window: int | None = None
+
+    @property
+    def window_left(self) -> int | None:
+        """The window as `paged_attention` counts it, without the token itself."""
+        return None if self.window is None else self.window - 1
 
 
 class Layers(NamedTuple):
@@ -114,18 +122,21 @@ def decode_step(
     sampling: Sampling,
     implementation: str | None,
 ) -> tuple[jax.Array, KVCache]:
-    """Append one token to every row and pick the next: the whole decode step, to be jitted once.
+    """Append the newest tokens of every row and pick what follows each: the decode step, to be jitted once.
+
+    With one token a row this is plain decoding. Of several, those after the first are drafts: what is picked
+    after each tells whether the next one is right.
 
     Parameters
     ----------
     params, cache
         The model and its page pools; donate the cache so that it is updated in place.
-    tokens : int32[batch]
-        The newest token of each row, whose key and value this step writes.
+    tokens : int32[batch, q_len]
+        The last tokens of each row, whose keys and values this step writes.
     block_tables : int32[batch, max_pages_per_row]
         The pages of each row, in order. Entries that a row doesn't use yet can hold anything.
     kv_lens : int32[batch]
-        The tokens of each row, the newest included; 0 leaves a row out.
+        The tokens of each row, these included; 0 leaves a row out.
     step : int32 scalar
         Which token of the answer this picks, counted from 0: it selects the sampling noise.
     config, sampling, implementation
@@ -133,22 +144,27 @@ def decode_step(
 
     Returns
     -------
-    (int32[batch], KVCache)
-        The next token of each row, and the cache with the new keys and values.
+    (int32[batch, q_len], KVCache)
+        What follows each token, and the cache with the new keys and values.
     """
+    batch, q_len = tokens.shape
     page_table = PageTable.from_block_tables(block_tables, kv_lens)
-    positions = kv_lens - 1
+    positions = (kv_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]).reshape(-1)
     num_pages, page_size = cache.k.shape[1], cache.k.shape[3]
-    rows = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+    rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), q_len)
     slots = slot_mapping(page_table, rows, positions, page_size=page_size)
 
     def attend(pools, layer, q, k, v):
         pools = write(pools, k, v, _in_layer(slots, layer, num_pages * page_size), implementation)
         layer_table = dataclasses.replace(page_table, indices=page_table.indices + layer * num_pages)
-        return read(pools, q, layer_table, implementation), pools
+        out = read(
+            pools, q.reshape(batch, q_len, *q.shape[1:]), layer_table, implementation, config.window_left
+        )
+        return out.reshape(q.shape), pools
 
-    x, cache = _over_pools(params, config, tokens, positions, cache, attend)
-    return pick(scores(logits(params, config, x), step, sampling)), cache
+    x, cache = _over_pools(params, config, tokens.reshape(-1), positions, cache, attend)
+    picked = pick(scores(logits(params, config, x), step, sampling))
+    return picked.reshape(batch, q_len), cache
 
 
 def prefill(
@@ -179,7 +195,7 @@ def prefill(
         pools = write(pools, k, v, _in_layer(slots, layer, num_pages * page_size), implementation)
         q, k, v = (a.reshape(batch, length, *a.shape[1:]) for a in (q, k, v))
         # Padding comes after a prompt's own tokens, so causality alone hides it from them.
-        return causal_attention(q, k, v).reshape(batch * length, *q.shape[2:]), pools
+        return causal_attention(q, k, v, config.window).reshape(batch * length, *q.shape[2:]), pools
 
     x, cache = _over_pools(params, config, tokens.reshape(-1), positions, cache, attend)
     last = jnp.arange(batch, dtype=jnp.int32) * length + prompt_lens - 1
@@ -210,8 +226,14 @@ def write(
     return KVCache(*written)
 
 
-def read(pools: KVCache, q: jax.Array, page_table: PageTable, implementation: str | None) -> jax.Array:
-    """Attend with q ``[batch, num_q_heads, head_dim]`` to the pages of each row."""
+def read(
+    pools: KVCache,
+    q: jax.Array,
+    page_table: PageTable,
+    implementation: str | None,
+    window_left: int | None = None,
+) -> jax.Array:
+    """Attend with q ``[batch, (q_len,) num_q_heads, head_dim]`` to the pages of each row."""
     # Pages that aren't quantized are read by a query of their own dtype.
     query = q.astype(pools.k.dtype) if pools.k_scale is None else q
     out = paged_attention(
@@ -219,6 +241,7 @@ def read(pools: KVCache, q: jax.Array, page_table: PageTable, implementation: st
         pools.k,
         pools.v,
         page_table,
+        window_left=window_left,
         k_scale=pools.k_scale,
         v_scale=pools.v_scale,
         implementation=implementation,
@@ -274,13 +297,15 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("ti,oi->to", x, weight)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
     """Attend densely and causally, in float32; q, k and v are ``[batch, length, heads, head_dim]``."""
     batch, length, num_kv_heads, head_dim = k.shape
     grouped = q.reshape(batch, length, num_kv_heads, -1, head_dim).astype(jnp.float32)
     attention = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k.astype(jnp.float32)) * head_dim**-0.5
-    causal = jnp.tri(length, dtype=bool)[None, None, None, :, :]
-    weights = jax.nn.softmax(jnp.where(causal, attention, -jnp.inf), axis=-1)
+    visible = jnp.tri(length, dtype=bool)
+    if window is not None:
+        visible &= ~jnp.tri(length, k=-window, dtype=bool)
+    weights = jax.nn.softmax(jnp.where(visible[None, None, None], attention, -jnp.inf), axis=-1)
     return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
 
 

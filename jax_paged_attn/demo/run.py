@@ -1,6 +1,7 @@
 """One run of the demo: load, generate, check, report."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -35,9 +36,12 @@ def run(args: argparse.Namespace) -> None:
         Sampling(args.temperature, args.seed),
         args.implementation,
         KV_DTYPES[args.kv_dtype] if args.kv_dtype else None,
+        args.speculative,
     )
 
     name, config, params, tokenizer = _load(args.gguf or find_smollm2(), dtype)
+    if args.window is not None:  # one of the whole context is as good as any larger one
+        config = dataclasses.replace(config, window=min(args.window, config.context_length))
     prompts = [tokenizer.encode_prompt(text) for text in texts]
     _check_lengths(prompts, options, config)
     streams = [tokenizer.stream() for _ in prompts]
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
             on_token=lambda row, token: printer.add(row, streams[row].add(token)),
         )
     table = [("model", f"{printable(name)}, {dtype}"), ("device", _device_name())]
-    table += _measurements(generation, prompts, options.page_size)
+    table += _measurements(generation, prompts, options)
     print(format_table(table), flush=True)
     if args.check:
         agreement = check_answers(
@@ -85,22 +89,28 @@ def _check_lengths(prompts: list[list[int]], options: Options, config: LlamaConf
             )
 
 
-def _measurements(generation: Generation, prompts: list[list[int]], page_size: int) -> list[tuple[str, str]]:
+def _measurements(
+    generation: Generation, prompts: list[list[int]], options: Options
+) -> list[tuple[str, str]]:
     chosen = generation.explanation
     reasons = [f"not {name}: {reason}" for name, reason in chosen.passed_over]
+    peak, page_size = generation.peak_pages, options.page_size
     # The first token of each answer comes from prefill.
     num_decoded = sum(len(answer) - 1 for answer in generation.answers)
-    return [
+    rows = [
         ("implementation", "; ".join([chosen.implementation, *reasons])),
         ("cache", f"{generation.kv_dtype}, {generation.token_bytes} bytes a token in all layers"),
-        (
-            "pages a layer",
-            f"{generation.peak_pages} of {generation.num_pages} used at most, {page_size} tokens each",
-        ),
+        ("pages a layer", f"{peak} of {generation.num_pages} used at most, {page_size} tokens each"),
         ("compile", f"{generation.compile_time:.1f} s"),
         ("prefill", _rate(sum(map(len, prompts)), generation.prefill_time)),
         ("decode", _rate(num_decoded, generation.decode_time)),
     ]
+    if options.num_drafts:
+        accepted, drafted = generation.num_accepted, generation.num_drafted
+        plain = max(len(answer) - 1 for answer in generation.answers)
+        share = f"{accepted} of {drafted} accepted ({accepted / max(drafted, 1):.0%})"
+        rows.append(("drafts", f"{share}, {generation.num_steps} steps instead of {plain}"))
+    return rows
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

@@ -26,7 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .inline import address, array_of, asm, i32, int32, lane_and_warp, offset_in
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, f32
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, f32
+from .operands import Operands
 from .shared_tile import SharedTile
 
 f16 = jnp.dtype(jnp.float16)

@@ -7,8 +7,6 @@ which comes in steps of 8: a group of 7 then wastes one column in 8 rather than 
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,66 +91,6 @@ class MatrixUnit:
         if self.interpret:  # interpret mode has no rule for mma
             return acc + jnp.dot(lhs, rhs, preferred_element_type=f32)
         return plgpu.mma(acc, lhs, rhs)
-
-
-class Operands(MatrixUnit):
-    """The two products of a tile, and the way of the output to shared memory: of the unit's own dtype."""
-
-    def load_queries(self, smem: Any) -> tuple[Any, jax.Array | None]:
-        """[heads, columns] -> (what `scores` takes, a factor [heads] that scores lack, or None)."""
-        return plgpu.load(smem.transpose((1, 0)), layout=self.rhs, optimized=False), None
-
-    def load_keys(self, smem: Any) -> jax.Array:
-        """[keys, columns] -> the same."""
-        return plgpu.load(smem, layout=self.lhs, optimized=False)
-
-    def load_values(self, smem: Any) -> jax.Array:
-        """[keys, columns] -> [columns, keys]."""
-        return plgpu.load(smem.transpose((1, 0)), layout=self.lhs, optimized=False)
-
-    def scores(self, k_smem: Any, queries: Any) -> jax.Array:
-        """K Q^T, [keys, heads]."""
-        zeros = full((k_smem.shape[0], queries.shape[1]), 0, self.acc)
-        return self.dot(zeros, self.load_keys(k_smem), queries)
-
-    def add_values(
-        self,
-        acc: jax.Array,
-        v_smem: Any,
-        probs: jax.Array,
-        p_smem: Any,
-        is_key: Callable[[jax.Array], jax.Array] | None,
-    ) -> jax.Array:
-        """acc [columns, heads] + V^T P of the weights [keys, heads], by way of `p_smem`.
-
-        `is_key` tells rows that are keys from those that are not; without it all are.
-        """
-        p_smem[...] = probs.astype(self.dtype)
-        self.meet()
-        probs = plgpu.load(p_smem, layout=self.rhs, optimized=False)
-        v = self.load_values(v_smem)
-        if is_key is not None:  # unused slots may hold NaN, and 0 * NaN is NaN
-            row = plgpu.broadcasted_iota(jnp.int32, v.shape[1:], 0, layout=self.lhs.reduce(0))
-            v = jnp.where(along_rows(is_key(row), v.shape), v, full(v.shape, 0, self.lhs, self.dtype))
-        return self.dot(acc, v, probs)
-
-    def turn(self, acc: jax.Array, refs: dict[str, Any]) -> None:
-        """Round an output [columns, heads] to "out_smem" [heads, columns]."""
-        refs["acc_smem"][...] = acc
-        self.meet()
-        turned = plgpu.load(refs["acc_smem"].transpose((1, 0)), layout=TURNED, optimized=False)
-        refs["out_smem"][...] = self.in_order(turned).astype(refs["out_smem"].dtype)
-        plgpu.commit_smem()
-
-    def in_order(self, turned: jax.Array) -> jax.Array:
-        """Give the columns of an output [heads, columns], in the layout `TURNED`, the cache's order."""
-        return turned
-
-    def store_piece(self, acc: jax.Array, refs: dict[str, Any], gmem: Any) -> None:
-        """Begin to write a piece of an output."""
-        refs["acc_smem"][...] = acc
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs["acc_smem"], gmem)
 
 
 def full(shape: tuple[int, ...], value, layout, dtype=f32) -> jax.Array:

@@ -17,7 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in, registers_of
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, Operands, f32, full
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, f32, full
+from .operands import Operands
 from .shared_tile import SharedTile
 
 MATRIX = 8  # rows and columns of one of stmatrix
