@@ -13,9 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn import reference, testing
 from jax_paged_attn.calls.attention import Operands, Problem
-from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, reductions, softmax
+from jax_paged_attn.kernels.mosaic_gpu import (
+    attention,
+    decode_kernel,
+    mask_words,
+    reductions,
+    scores,
+    softmax,
+)
 from jax_paged_attn.kernels.mosaic_gpu.layouts import MMA_ROWS, NUM_WARPS, MatrixUnit, along_rows, f32, full
 from jax_paged_attn.kernels.mosaic_gpu.page_loading import page_spec, window
+from jax_paged_attn.kernels.mosaic_gpu.plan import Plan
 from jax_paged_attn.kernels.mosaic_gpu.rows import Row
 from jax_paged_attn.kernels.mosaic_gpu.shared_tile import SharedTile
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
@@ -295,3 +303,47 @@ def test_the_matrix_unit_and_its_twin_agree(dtype, heads):
     row = jnp.broadcast_to(jnp.arange(MMA_ROWS, dtype=f32)[:, None], acc.shape)
     products = [twin.dot(acc, x, rhs.T) for x in (lhs, jnp.where(column < 40, lhs, jnp.zeros_like(lhs)))]
     chex.assert_trees_all_equal(out, jnp.stack([*products, row]))
+
+
+def test_tanh_to_a_few_units_in_the_last_place():
+    x = np.concatenate(
+        [np.geomspace(1e-30, 100, 4000), [0, 0.25, np.nextafter(np.float32(0.25), 0), 1e30, np.inf]]
+    )
+    x = np.concatenate([x, -x]).astype(np.float32)
+    np.testing.assert_allclose(scores.tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=1e-6)
+    assert np.isnan(scores.tanh(jnp.float32(np.nan)))
+
+
+def test_a_cap_of_0_changes_no_bit():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(1000) * 1000, f32)
+    cap = scores.SoftCap.of(jnp.float32(0))
+    chex.assert_trees_all_equal(cap.apply(x / cap.size), x * f32(softmax.LOG2_E))
+
+
+@pytest.mark.parametrize("mask_len", [1, 32, 33, 128])
+def test_the_words_of_a_mask(mask_len):
+    problem = Problem(
+        batch=3,
+        num_q_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        page_size=16,
+        num_pages=9,
+        num_entries=9,
+        **dict.fromkeys(("dtype", "k_dtype", "v_dtype"), np.dtype(jnp.bfloat16)),
+        q_len=7,
+        mask_len=mask_len,
+    )
+    plan = Plan(problem, attention.Config())
+    mask = np.random.default_rng(mask_len).random((3, 7, mask_len)) < 0.3
+    packed = mask_words.pack(plan, jnp.asarray(mask))
+    words, column = mask_words.num_words(mask_len), jnp.arange(mask_len, dtype=i32)
+    for row in range(3):
+        seen = mask_words.bit(lambda w: packed["mask_seen"][row, w], words, column)  # noqa: B023
+        np.testing.assert_array_equal(seen, mask[row].any(axis=0))
+        for c in range(plan.group_size):
+            tile, at = divmod(c, plan.tile_heads)
+            of_column = packed["mask_words"][row, tile, :, at]
+            visible = mask_words.bit(lambda w: of_column[w], words, column)  # noqa: B023
+            np.testing.assert_array_equal(visible, mask[row, c // 3])
