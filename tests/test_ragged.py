@@ -321,7 +321,18 @@ def test_kernels_read_no_page_that_no_query_sees():
     unseen = jnp.arange(16) < (131 - 2 - 20) % 16  # of the page in which the window of row 0 begins
     page = table.indices[(131 - 2 - 20) // 16]
     sick = [x.at[page].set(jnp.where(unseen[None, :, None], jnp.nan, x[page])) for x in args[1:3]]
-    options: dict[str, Any] = {"window_left": 20, "implementation": "mosaic_gpu"}
+    options: dict[str, Any] = {"window_left": 20, "num_splits": 2, "implementation": "mosaic_gpu"}
     healthy = attend(*args, **options)
     chex.assert_trees_all_equal(attend(args[0], *sick, *args[3:], **options), healthy)
     testing.assert_close(healthy, expected(*args, window_left=20))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_rows_bits_do_not_depend_on_batch_mates(implementation):
+    q, k, v, table, _ = inputs((131, 70), (2, 5))
+    call = functools.partial(attend, num_splits=2, window_left=20, implementation=implementation)
+    k, v = k[:, :1], v[:, :1]
+    out, lse = call(q[:8], k, v, table, [0, 2, 7])
+    mates = dataclasses.replace(table, kv_lens=jnp.array([131, 3]))
+    other = call(q[:8].at[2:].set(1.0), k, v, mates, [0, 2, 8])
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:2], other), (out[:2], lse[:2]))
