@@ -56,11 +56,12 @@ def run_layout(
         scales = cache.k_scale, cache.v_scale
         if workload.scale == "token":
             scales = jax.tree.map(lambda scale: to_layout(scale, layout), scales)
-        args.append((cache.q, *pools, cache.kv_lens if workload.contiguous else page_table, *scales))
+        where = cache.kv_lens if workload.contiguous else page_table
+        args.append((cache.q, *pools, where, *scales, cache.modifiers or {}))
     function = decode_attention if workload.contiguous else paged_attention
 
-    def attend(q, k, v, where, k_scale, v_scale):
-        options = {"kv_layout": layout, "implementation": settings.implementation}
+    def attend(q, k, v, where, k_scale, v_scale, modifiers):
+        options = modifiers | {"kv_layout": layout, "implementation": settings.implementation}
         return function(q, k, v, where, k_scale=k_scale, v_scale=v_scale, **options)
 
     return attempt_ours(

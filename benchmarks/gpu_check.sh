@@ -5,15 +5,15 @@
 # exit status 1.
 #
 #   OUT      folder for logs and results (left out: build/gpu_check, and the results in benchmarks/results)
-#   STEPS    which of the steps tests, bench, append and sweep to run (default "tests bench")
+#   STEPS    which of the steps tests, bench, append, dispatch and sweep to run (default "tests bench")
 #   PYTHON   the interpreter (default python3)
 #   WORKERS  parallel test processes on the GPU, if pytest-xdist is installed (default 8)
 #   TESTS    what pytest is given (default: the whole suite)
 #   BENCH    further arguments of benchmarks.decode, such as "--workloads A,E"
 #   APPEND   further arguments of benchmarks.append, such as "--configs"
 #   SWEEP    further arguments of benchmarks.sweep, such as "--points *x4096"
-#   TESTS_LIMIT_S, BENCH_LIMIT_S, APPEND_LIMIT_S, SWEEP_LIMIT_S   seconds after which a step is interrupted
-#            (defaults 280, 300, 240 and 240); what a benchmark measured until then is kept
+#   TESTS_LIMIT_S, BENCH_LIMIT_S, APPEND_LIMIT_S, DISPATCH_LIMIT_S, SWEEP_LIMIT_S   seconds after which a step is
+#            interrupted (defaults 280, 300, 240, 240 and 240); what a benchmark measured until then is kept
 #   GPU_CHECK_COMMIT   the commit that results name, where this folder is a copy without git
 set -uo pipefail
 
@@ -89,6 +89,7 @@ benchmark() { # seconds, module, its further arguments in one string, in which a
 
 run_bench() { benchmark "${BENCH_LIMIT_S:-300}" benchmarks.decode "${BENCH:-}"; }
 run_append() { benchmark "${APPEND_LIMIT_S:-240}" benchmarks.append "${APPEND:-}"; }
+run_dispatch() { benchmark "${DISPATCH_LIMIT_S:-240}" benchmarks.dispatch_overhead ""; }
 run_sweep() { benchmark "${SWEEP_LIMIT_S:-240}" benchmarks.sweep "${SWEEP:-}"; }
 
 # Rows that a run does not measure are kept: a fresh results folder starts from the committed ones.

@@ -44,6 +44,8 @@ def flash_attention_3() -> Peer | None:
     from flash_attn3_jax import flash_mha_with_kvcache  # pyright: ignore[reportMissingImports]
 
     def why_not(workload: Workload) -> str | None:
+        if workload.q_len or workload.modified or workload.window_left is not None:
+            return "not asked for several tokens, windows or caps"
         if (workload.head_dim, workload.v_head_dim) != (128, 128):
             return "its wheels are built for head_dim 128 only"
         if workload.stored_dtype not in ("bfloat16", "float16"):

@@ -128,8 +128,10 @@ def make_calls(point: Workload, pool: Pool, width: int) -> PointCalls:
     # The same number of rows at every point, some of them repeated where there are fewer: one compilation.
     sample = np.linspace(0, point.num_caches * point.batch - 1, CHECKED_ROWS).astype(int)
     calls, rows = np.divmod(sample, point.batch)
-    sampled = [jnp.asarray(x) for x in (pool.q[rows], *pool.nhd, wide[calls, rows], lens[rows])]
-    expected = expected_output(Cache(*sampled))
+    q_of_rows, tables_of_rows, lens_of_rows = (
+        jnp.asarray(x) for x in (pool.q[rows], wide[calls, rows], lens[rows])
+    )
+    expected = expected_output(Cache(q_of_rows, *pool.nhd, tables_of_rows, lens_of_rows))
 
     def check(outputs: Sequence[jax.Array]) -> None:
         checked = [np.asarray(outputs[call])[row] for call, row in zip(calls, rows, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ from jax_paged_attn import PageTable, reference
 
 COUNTED = """\
 `bytes = sum(kv_lens) * num_kv_heads * (d_k + d_v) * itemsize`, each valid K and V element
-  once; with scales of tokens these too"""
+  once, of a window those in it; with scales of tokens these too"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One decode step: a query token a row over a paged or a contiguous cache.
+    """One decode step: a query token a row, or a few, over a paged or a contiguous cache.
 
     Attributes
     ----------
@@ -50,6 +50,12 @@ class Workload:
         at every call; a small one is cold only if the caches together are far above it.
     contiguous : bool
         A call of `decode_attention` rather than `paged_attention`: row b is page b.
+    q_len : int or None
+        Query tokens a row; None is one, without an axis of its own.
+    window_left : int or None
+        Keys that a query sees before its own; None is all.
+    modified : bool
+        With a soft cap, ALiBi and sinks, too.
     """
 
     name: str
@@ -64,6 +70,9 @@ class Workload:
     scale: str | None = None
     num_caches: int = 1
     contiguous: bool = False
+    q_len: int | None = None
+    window_left: int | None = None
+    modified: bool = False
 
     @property
     def batch(self) -> int:
@@ -77,7 +86,7 @@ class Workload:
 
     @property
     def num_bytes(self) -> int:
-        """The fewest bytes a call must read: each valid K and V element once.
+        """The fewest bytes a call must read: each K and V element that a query sees once.
 
         Examples
         --------
@@ -87,7 +96,10 @@ class Workload:
         head_bytes = (self.head_dim + self.v_head_dim) * jnp.dtype(self.stored_dtype).itemsize
         if self.scale == "token":
             head_bytes += 2 * 4
-        return sum(self.kv_lens) * self.num_kv_heads * head_bytes
+        seen = self.kv_lens
+        if self.window_left is not None:
+            seen = tuple(min(n, self.window_left + (self.q_len or 1)) for n in seen)
+        return sum(seen) * self.num_kv_heads * head_bytes
 
     @property
     def stored_dtype(self) -> str:
@@ -110,23 +122,27 @@ class Workload:
         pages = f"contiguous, room for {self.page_size}" if self.contiguous else f"page {self.page_size}"
         cache = f", cache {self.cache_dtype}" if self.cache_dtype else ""
         scales = f", a scale a {self.scale}" if self.scale else ""
+        tokens = f", {self.q_len} query tokens a row" if self.q_len else ""
+        window = f", window_left {self.window_left}" if self.window_left is not None else ""
+        modified = ", soft cap, ALiBi, sinks" if self.modified else ""
         rotating = f", rotating over {self.num_caches} caches" if self.num_caches > 1 else ""
         return (
             f"batch {self.batch}, heads {self.num_q_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, "
-            f"kv length {lengths}, {pages}{cache}{scales}{rotating}"
+            f"kv length {lengths}, {pages}{cache}{scales}{tokens}{window}{modified}{rotating}"
         )
 
 
 class Cache(NamedTuple):
     """Inputs of one call, pages in the NHD layout; a contiguous cache is one whose row b is page b."""
 
-    q: jax.Array  # [batch, num_q_heads, head_dim]
+    q: jax.Array  # [batch, num_q_heads, head_dim], or with q_len [batch, q_len, num_q_heads, head_dim]
     k_pages: jax.Array  # [num_pages, page_size, num_kv_heads, head_dim]
     v_pages: jax.Array  # [num_pages, page_size, num_kv_heads, v_head_dim]
     block_tables: jax.Array  # int32[batch, max_pages_per_row]
     kv_lens: jax.Array  # int32[batch]
     k_scale: jax.Array | None = None  # float32[num_kv_heads], or [num_pages, page_size, num_kv_heads]
     v_scale: jax.Array | None = None
+    modifiers: dict[str, jax.Array] | None = None  # further keyword arguments
 
 
 def _skewed_lengths() -> tuple[int, ...]:
@@ -174,6 +190,13 @@ WORKLOADS = (
     Workload("A-d256", kv_lens=(2048,) * 64, num_q_heads=32, num_kv_heads=8, head_dim=256, v_head_dim=256),
     Workload("A-16/16", kv_lens=(2048,) * 64, num_q_heads=16, num_kv_heads=16),
     Workload("A-8/1", kv_lens=(32768,) * 64, num_q_heads=8, num_kv_heads=1),
+    Workload("A-q4", kv_lens=(4096,) * 64, num_q_heads=32, num_kv_heads=8, q_len=4),
+    # The window lets all keys through, so that the bytes are A's.
+    Workload(
+        "A-modified", kv_lens=(4096,) * 64, num_q_heads=32, num_kv_heads=8, window_left=4095, modified=True
+    ),
+    Workload("A-1024", kv_lens=(1024,) * 64, num_q_heads=32, num_kv_heads=8),
+    Workload("A-1024-of-32768", kv_lens=(32768,) * 64, num_q_heads=32, num_kv_heads=8, window_left=1023),
     Workload("A-71/1", kv_lens=(32768,) * 64, num_q_heads=71, num_kv_heads=1),
     Workload(
         "A-contiguous", kv_lens=(4096,) * 64, num_q_heads=32, num_kv_heads=8, page_size=4096, contiguous=True
@@ -226,7 +249,19 @@ def make_cache(workload: Workload, seed: int) -> Cache:
 
     q, k_pages, v_pages = _normal(workload, num_pages, jax.random.key(seed, impl="rbg"))
     lens = jnp.asarray(workload.kv_lens, jnp.int32)
-    return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), lens, *_scales(workload, k_pages))
+    scales = _scales(workload, k_pages)
+    return Cache(q, k_pages, v_pages, jnp.asarray(block_tables), lens, *scales, _modifiers(workload))
+
+
+def _modifiers(workload: Workload) -> dict[str, jax.Array]:
+    modifiers = {}
+    if workload.window_left is not None:
+        modifiers["window_left"] = jnp.int32(workload.window_left)
+    if workload.modified:
+        heads = jnp.arange(workload.num_q_heads, dtype=jnp.float32)
+        modifiers |= {"soft_cap": jnp.float32(30.0), "alibi_slopes": 2.0 ** (-8 - heads / 4)}
+        modifiers["sinks"] = heads / 8
+    return modifiers
 
 
 def _scales(workload: Workload, pages: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
@@ -244,7 +279,8 @@ def _scales(workload: Workload, pages: jax.Array) -> tuple[jax.Array | None, jax
 def _normal(workload: Workload, num_pages: int, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     pool = (num_pages, workload.page_size, workload.num_kv_heads)
     q_key, k_key, v_key = jax.random.split(key, 3)
-    q = jax.random.normal(q_key, (workload.batch, workload.num_q_heads, workload.head_dim), workload.dtype)
+    lead = (workload.batch,) if workload.q_len is None else (workload.batch, workload.q_len)
+    q = jax.random.normal(q_key, (*lead, workload.num_q_heads, workload.head_dim), workload.dtype)
     k = normal_pages(k_key, (*pool, workload.head_dim), workload.stored_dtype)
     return q, k, normal_pages(v_key, (*pool, workload.v_head_dim), workload.stored_dtype)
 
@@ -287,20 +323,25 @@ def expected_output(cache: Cache) -> jax.Array:
     Returns
     -------
     jax.Array
-        float32 [batch, num_q_heads, v_head_dim].
+        float32 [batch, num_q_heads, v_head_dim], or with q_len [batch, q_len, num_q_heads, v_head_dim].
     """
 
-    def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
+    options: dict[str, Any] = cache.modifiers or {}
+
+    def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, block_table, kv_len = row
-        page_table = PageTable.from_block_tables(block_table, kv_len)
-        return reference.paged_attention(
-            q,
+        page_table = PageTable.from_block_tables(block_table[None], kv_len[None])
+        out = reference.paged_attention(
+            q[None],
             cache.k_pages,
             cache.v_pages,
             page_table,
             kv_layout="NHD",
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            **options,
         )
+        assert isinstance(out, jax.Array)
+        return out[0]
 
     return jax.lax.map(one_row, (cache.q, cache.block_tables, cache.kv_lens))

@@ -1,6 +1,7 @@
 """Decode attention and paged KV-cache attention for JAX on NVIDIA GPUs."""
 
 from jax_paged_attn import reference as reference
+from jax_paged_attn import sharding as sharding
 from jax_paged_attn.append import append_kv as append_kv
 from jax_paged_attn.append import append_paged_kv as append_paged_kv
 from jax_paged_attn.append import rope_append_paged_kv as rope_append_paged_kv
@@ -47,5 +48,6 @@ __all__ = [
     "rope_append_paged_kv",
     "rope_cos_sin",
     "rope_frequencies",
+    "sharding",
     "slot_mapping",
 ]

@@ -270,11 +270,7 @@ def append_kv(
             validation.check_shape(name, cache, k_cache.shape[:-1])
     validation.check(kv_lens.shape in ((), rows), "kv_lens", f"shape {rows} or ()", f"shape {kv_lens.shape}")
     if validate_values:
-        _, (lens,) = validation.value_module(kv_lens)
-        fits = (lens >= 0) & (lens <= max_kv_len - num_new)
-        room = f"values in [0, {max_kv_len - num_new}]"
-        expected = f"{room}, as {num_new} tokens come to max_kv_len={max_kv_len}"
-        validation.check_values(fits.reshape((-1,)), "kv_lens", expected, lens.reshape((-1,)))
+        check_room(kv_lens, num_new, max_kv_len)
 
     def add_row(x):
         return x if rows or x is None else x[None]
@@ -287,16 +283,13 @@ def append_kv(
 
     k_cache, v_cache, k_new, v_new = (add_row(x) for x in (k_cache, v_cache, k_new, v_new))
     batch = k_new.shape[0]
-    num_slots = batch * max_kv_len
-    fits = jax.export.is_symbolic_dim(num_slots) or num_slots < 2**31
-    validation.check(fits, "k_cache", "fewer than 2**31 tokens in all rows", f"shape {k_cache.shape}")
     # Row b is page b: a contiguous cache is a paged one whose page is the whole row.
     operands = append.Operands(
         k_cache,
         v_cache,
         flatten(k_new),
         flatten(v_new),
-        _slots_behind(kv_lens, batch, num_new, max_kv_len),
+        slots_behind(kv_lens, batch, num_new, max_kv_len),
         k_scale=flatten_scale(scales["k_scale"]),
         v_scale=flatten_scale(scales["v_scale"]),
         k_scale_pages=add_row(scale_caches["k_scale_cache"]),
@@ -307,10 +300,27 @@ def append_kv(
     return results if rows else tuple(result[0] for result in results)
 
 
+def check_room(kv_lens: jax.Array, num_new: int, max_kv_len: int) -> None:
+    """Check that new tokens fit behind those that the rows of a contiguous cache have."""
+    _, (lens,) = validation.value_module(kv_lens)
+    fits = (lens >= 0) & (lens <= max_kv_len - num_new)
+    room = f"values in [0, {max_kv_len - num_new}]"
+    expected = f"{room}, as {num_new} tokens come to max_kv_len={max_kv_len}"
+    validation.check_values(fits.reshape((-1,)), "kv_lens", expected, lens.reshape((-1,)))
+
+
+def slots_behind(kv_lens: jax.Array, batch: int, num_new: int, max_kv_len: int) -> jax.Array:
+    """Slots of the tokens that follow each row's own, [batch * num_new]; -1 past its end."""
+    num_slots = batch * max_kv_len
+    fits = jax.export.is_symbolic_dim(num_slots) or num_slots < 2**31
+    got = f"{batch} of {max_kv_len}"
+    validation.check(fits, "k_cache", "fewer than 2**31 tokens in all rows", got)
+    return _slots_behind(kv_lens, batch, num_new, max_kv_len)
+
+
 # Jitted, so that an eager call is one program.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _slots_behind(kv_lens: jax.Array, batch: int, num_new: int, max_kv_len: int) -> jax.Array:
-    """Slots of the tokens that follow each row's own, [batch * num_new]; -1 past its end."""
     kv_lens = jnp.broadcast_to(kv_lens, (batch,))[:, None]
     room = max_kv_len - kv_lens  # compared with the token's index: a sum could overflow
     token = jnp.arange(num_new, dtype=jnp.int32)[None]

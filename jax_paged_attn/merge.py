@@ -39,8 +39,8 @@ def merge_state(
     >>> out.tolist(), round(float(lse), 4)
     ([2.0], 0.6931)
     """
-    out_a, lse_a = _as_state("out_a", out_a, "lse_a", lse_a)
-    out_b, lse_b = _as_state("out_b", out_b, "lse_b", lse_b)
+    out_a, lse_a = as_state("out_a", out_a, "lse_a", lse_a)
+    out_b, lse_b = as_state("out_b", out_b, "lse_b", lse_b)
     validation.check_shape("out_b", out_b, out_a.shape)
     validation.check(
         out_b.dtype == out_a.dtype, "out_b", f"the dtype of out_a, {out_a.dtype}", f"{out_b.dtype}"
@@ -77,12 +77,13 @@ def merge_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array
     >>> out.tolist(), lse.tolist()
     ([1.0], 0.5)
     """
-    outs, lses = _as_state("outs", outs, "lses", lses)
+    outs, lses = as_state("outs", outs, "lses", lses)
     validation.check(lses.ndim >= 1, "lses", "shape [n, ...]", f"shape {lses.shape}")
     return _merge(outs, lses)
 
 
-def _as_state(out_name: str, out: ArrayLike, lse_name: str, lse: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def as_state(out_name: str, out: ArrayLike, lse_name: str, lse: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Check a state's shapes and dtypes; its lse becomes float32."""
     out, lse = validation.as_array(out_name, out), validation.as_array(lse_name, lse)
     for name, array in ((out_name, out), (lse_name, lse)):
         validation.check(

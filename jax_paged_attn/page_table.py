@@ -18,8 +18,9 @@ class PageTable:
 
     Token ``p`` of row ``b`` lies in slot ``p % page_size`` of page
     ``indices[row_starts[b] + p // page_size]``. Rows may share pages and entries, and lie in any order.
-    A pytree: pass it through ``jax.jit``, ``jax.vmap`` and ``jax.lax.scan`` as one argument. Build it with
-    `from_block_tables` or `from_csr`; an unbatched table (of one row) has scalars for the last three fields.
+    A pytree: pass it through ``jax.jit``, ``jax.vmap``, ``jax.lax.scan`` and ``jax.export`` as one argument.
+    Build it with `from_block_tables` or `from_csr`; an unbatched table (of one row) has scalars for the last
+    three fields.
 
     Entries past a row's last used page are never trusted and may hold anything. A row never reads beyond its
     own entries: functions clip ``kv_lens`` to ``[0, row_pages * page_size]``.
@@ -172,3 +173,17 @@ class PageTable:
         lens = jnp.maximum(self.kv_lens, 0)
         # The product is taken only where it is below lens: elsewhere it could overflow int32.
         return row_starts, jnp.where(-(-lens // page_size) <= pages, lens, pages * page_size)
+
+
+def register_export(node_type: type, name: str) -> None:
+    """Let `jax.export` serialize functions that take or return a dataclass of arrays alone."""
+    jax.export.register_pytree_node_serialization(
+        node_type,
+        serialized_name=f"jax_paged_attn.{name}",
+        serialize_auxdata=lambda aux_data: b"",
+        deserialize_auxdata=lambda data: (),
+        from_children=lambda aux_data, children: node_type(*children),
+    )
+
+
+register_export(PageTable, "PageTable")

@@ -5,7 +5,9 @@ kernel is interpreted, which costs seconds each; on its own platform an implemen
 problem marked ``newest`` also belongs to the subset that the newest release of JAX runs.
 """
 
+import collections
 import dataclasses
+import re
 import zlib
 from types import ModuleType
 from typing import Any
@@ -261,7 +263,7 @@ CASES = (
     Case("e4m3_many_rows", tuple(range(300)), 4, 1, cache_dtypes=_E4M3, scale="head"),
     Case("e4m3_long", (4092, 4096, 192, 8191), 32, 8, head_dim=128, cache_dtypes=_E4M3, scale="head"),
     Case("cap", soft_cap=2.0),
-    Case("cap_large_scores", soft_cap=30.0, sm_scale=400.0, interpret=True),
+    Case("cap_large_scores", soft_cap=30.0, sm_scale=400.0),
     Case("window", (0, 5, 64, 131, 300), window_left=20, newest=True),
     Case("window_0_page_12", (0, 1, 12, 77), window_left=0, page_size=12),
     Case("window_wide", (5, 300), window_left=2**31 - 1),
@@ -280,7 +282,6 @@ CASES = (
         window_left=100,
         page_size=544,
         kv_layout="NHD",
-        interpret=True,
     ),
     Case(
         "window_contiguous",
@@ -288,13 +289,12 @@ CASES = (
         page_size=200,
         contiguous=True,
         window_left=30,
-        interpret=True,
     ),
     Case("alibi_group_3", (0, 5, 131), 9, 3, alibi=True),
     Case("sinks", sinks=True),
     Case("sinks_splits_5", (700, 3, 0), 8, 1, sinks=True, num_splits=5, kv_layout="HPND", interpret=True),
     Case("sinks_e4m3_token", cache_dtypes=_E4M3, scale="token", sinks=True),
-    Case("all", **_ALL, interpret=True, newest=True),
+    Case("all", **_ALL, newest=True),
     Case(
         "all_float16_starts_splits",
         (300, 0, 131),
@@ -362,7 +362,6 @@ CASES = (
         contiguous=True,
         q_len=7,
         window_left=30,
-        interpret=True,
     ),
     Case("queries_100", (100, 64, 300), q_len=100, head_dim=128, v_head_dim=96),
     Case("queries_33_group_71", (100, 7), 71, 1, q_len=33, sinks=True, refused_by=_MANY_QUERIES),
@@ -643,6 +642,14 @@ def assert_close(actual: Any, expected: Any) -> None:
         chex.assert_trees_all_close(
             np.asarray(lse), np.asarray(expected_lse), atol=tolerance.lse_atol, rtol=1e-6
         )
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Count the exchanges between devices that a compiled call takes, such as {"all-to-all": 1}."""
+    text = compiled.as_text()
+    assert text, "no HLO to look at"
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
 def _assign_pages(case: Case, rng: np.random.Generator, spare_pages: int) -> tuple[list[np.ndarray], int]:

@@ -8,10 +8,18 @@ import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-# Collected only when named (`make gpu-compile`): these tests need the CUDA plugin and its compilers.
-collect_ignore = ["gpu_compile"]
-if importlib.util.find_spec("matplotlib") is None:
-    collect_ignore.append("test_plots.py")  # matplotlib is in the extra `dev`, but not in `test`
+# Collected only when named: the first need the CUDA plugin and its compilers (`make gpu-compile`), the others
+# 8 devices (`test_sharding.py` runs them).
+collect_ignore = ["gpu_compile", "multi_device"]
+# What not every environment has: matplotlib is in the extra `dev` alone, a GPU machine may lack the others.
+for module, file in (
+    ("matplotlib", "test_plots.py"),
+    ("flatbuffers", "test_export_serialized.py"),
+    ("flax", "examples/test_flax_nnx.py"),
+    ("equinox", "examples/test_equinox.py"),
+):
+    if importlib.util.find_spec(module) is None:
+        collect_ignore.append(file)
 
 # Read when XLA starts, for its pool of threads: the interpreter needs one for each warpgroup of a block and
 # one more, however small the machine.

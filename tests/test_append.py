@@ -98,7 +98,7 @@ def check_equal_slots(slots, config):
     [
         (1024, Config(16, 4, 3)),
         (1152, Config(8, 2, 99)),
-        (1100, Config(16, 1, 3, 3)),
+        (1100, Config(16, 1, 3, 2)),
         (1100, Config(8, 2, 3, 2)),
         (700, Config(2, 1, 1)),
     ],
@@ -117,7 +117,7 @@ def test_equal_slots_far_apart_in_the_kernel(num_tokens, config):
 
 def test_equal_slots_whose_hashes_meet():
     """Multiples of a large power of two have few hashes, so that entries of the table are passed by."""
-    few = np.arange(64) * 2**14
+    few = np.arange(64) * 2**14 + 3
     slots = np.concatenate([few, few[::3], np.arange(40)])
     check_equal_slots(slots, Config(16, 4, 1))
     check_equal_slots(np.full(70, 5), Config(4, 1, 3))
@@ -134,7 +134,7 @@ def test_default_config():
 
     assert config(128) == Config(2, 1, 64)
     assert config(16384) == Config(4, 4, 132, 2)
-    assert config(40000, "int8") == Config(4, 4, 132)
+    assert config(40000, "int8") == Config(4, 4, 132, 2)
 
 
 def test_slots_at_the_ends_of_int32():

@@ -345,7 +345,8 @@ def test_what_a_peer_is_given(monkeypatch):
     assert peer is not None
     assert peer.name == "fa3-jax-0.2.3"
     refused = [w.name for w in WORKLOADS if peer.why_not(w) is not None]
-    assert refused == ["A-d64", "A-d256", *(w.name for w in WORKLOADS if w.cache_dtype)]
+    others = ["A-q4", "A-modified", "A-1024-of-32768"]
+    assert refused == ["A-d64", "A-d256", *others, *(w.name for w in WORKLOADS if w.cache_dtype)]
     roomy = dataclasses.replace(TINY, page_size=48, contiguous=True)
     for workload in (TINY, roomy):
         cache = workloads.make_cache(workload, seed=0)

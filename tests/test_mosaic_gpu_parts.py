@@ -13,13 +13,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn import reference, testing
 from jax_paged_attn.calls.attention import Operands, Problem
-from jax_paged_attn.kernels.mosaic_gpu import attention, decode_kernel, softmax
+from jax_paged_attn.kernels.mosaic_gpu import (
+    attention,
+    decode_kernel,
+    mask_words,
+    reductions,
+    scores,
+    softmax,
+)
 from jax_paged_attn.kernels.mosaic_gpu.layouts import MMA_ROWS, NUM_WARPS, MatrixUnit, along_rows, f32, full
 from jax_paged_attn.kernels.mosaic_gpu.page_loading import page_spec, window
+from jax_paged_attn.kernels.mosaic_gpu.plan import Plan
 from jax_paged_attn.kernels.mosaic_gpu.rows import Row
 from jax_paged_attn.kernels.mosaic_gpu.shared_tile import SharedTile
 from jax_paged_attn.kernels.mosaic_gpu.tiling import Tiling
-from jax_paged_attn.kernels.mosaic_gpu.wide_operands import WideOperands
 from jax_paged_attn.validation import LAYOUT_AXES
 
 INTERPRETED = testing.interpreting("mosaic_gpu")
@@ -162,19 +169,8 @@ def test_another_index_map_reads_other_pages(monkeypatch):
     assert not np.allclose(expected[0], as_in_table[0], atol=0.1)
 
 
-def wide_unit(dtype):
-    """The unit of large groups: scores may rise by its slack before weights follow them."""
-    tile = SharedTile.choose(dtype, MMA_ROWS, MMA_ROWS, swizzled=True)
-    return WideOperands(jnp.dtype(dtype), INTERPRETED, tile, tile, tile)
-
-
-# Of bfloat16 no weight is above 1 but for the slack; of float16 they use its range.
-UNITS = {
-    "bfloat16": MatrixUnit(jnp.dtype(jnp.bfloat16), INTERPRETED),
-    "float16": MatrixUnit(jnp.dtype(jnp.float16), INTERPRETED),
-    "bfloat16, wide": wide_unit(jnp.bfloat16),
-    "float16, wide": wide_unit(jnp.float16),
-}
+# Of float16, weights use the whole range.
+UNITS = {name: MatrixUnit(jnp.dtype(name), INTERPRETED) for name in ("bfloat16", "float16")}
 
 
 def online_softmax(scores, valid, values, unit):
@@ -186,7 +182,7 @@ def online_softmax(scores, valid, values, unit):
     batch, tiles, block_kv, heads = scores.shape
     layout = unit.acc
 
-    def body(*args, acc_smem, stats_smem, max_smem):
+    def body(*args, acc_smem, stats_smem, fold_smem):
         *tiles_gmem, acc_gmem, stats_gmem = args
         b = lax.axis_index("row")
 
@@ -194,13 +190,13 @@ def online_softmax(scores, valid, values, unit):
             acc, state = carry
             tile = [plgpu.load(ref.at[b, i], layout=layout, optimized=False) for ref in tiles_gmem]
             is_valid = None if valid is None else tile[2] > 0
-            state, acc, weights = state.update(unit, max_smem, acc, tile[0], is_valid)
+            state, acc, weights = state.update(unit, fold_smem, acc, tile[0], is_valid)
             return acc + weights * tile[1], state
 
         empty = (full((block_kv, heads), 0, layout), softmax.State.empty(heads))
         acc, state = lax.fori_loop(0, tiles, add_tile, empty)
         acc_smem[...] = acc
-        stats_smem[0] = state.weights.sum(axis=0)
+        stats_smem[0] = reductions.over_threads(unit, state.weights, "sum", fold_smem)
         stats_smem[1] = state.max_log2
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(acc_smem, acc_gmem.at[b])
@@ -208,7 +204,7 @@ def online_softmax(scores, valid, values, unit):
         plgpu.wait_smem_to_gmem(0)
 
     shapes = {"acc_smem": (block_kv, heads), "stats_smem": (2, heads)}
-    scratch = shapes | {"max_smem": (NUM_WARPS, heads)}
+    scratch = shapes | {"fold_smem": (NUM_WARPS, heads)}
     acc, stats = run(
         body,
         [jax.ShapeDtypeStruct((batch, *shape), f32) for shape in shapes.values()],
@@ -256,16 +252,14 @@ def check_softmax(scores, valid, values, unit):
     keys = np.ones(scores.shape, bool) if valid is None else valid > 0
     exact = np.where(keys, scores.astype(np.float64), -np.inf)
     some = keys.any(axis=(1, 2))
-    peak = np.where(some, exact.max(axis=(1, 2)) - unit.headroom, softmax.LOWEST).astype(np.float32)
-    if unit.slack:
-        assert ((max_log2 <= peak) & (max_log2 >= peak - unit.slack)).all()
-        assert (max_log2 < peak).any()
-    else:
-        np.testing.assert_array_equal(max_log2, peak)
+    headroom = unit.max_weight_log2 - softmax.SLACK
+    peak = np.where(some, exact.max(axis=(1, 2)) - headroom, softmax.LOWEST).astype(np.float32)
+    assert ((max_log2 <= peak) & (max_log2 >= peak - softmax.SLACK)).all()
+    assert (max_log2 < peak).any()
     peak = max_log2.astype(np.float64)
     weights = np.exp2(exact - peak[:, None, None])
     np.testing.assert_allclose(weight_sum, weights.sum(axis=(1, 2)), rtol=1e-5)
-    atol = 1e-4 * 2 ** (unit.headroom + unit.slack)
+    atol = 1e-4 * 2**unit.max_weight_log2
     np.testing.assert_allclose(acc, (weights * values).sum(axis=(1, 2)), rtol=1e-5, atol=atol)
     np.testing.assert_array_equal(weight_sum > 0, some)
 
@@ -309,3 +303,47 @@ def test_the_matrix_unit_and_its_twin_agree(dtype, heads):
     row = jnp.broadcast_to(jnp.arange(MMA_ROWS, dtype=f32)[:, None], acc.shape)
     products = [twin.dot(acc, x, rhs.T) for x in (lhs, jnp.where(column < 40, lhs, jnp.zeros_like(lhs)))]
     chex.assert_trees_all_equal(out, jnp.stack([*products, row]))
+
+
+def test_tanh_to_a_few_units_in_the_last_place():
+    x = np.concatenate(
+        [np.geomspace(1e-30, 100, 4000), [0, 0.25, np.nextafter(np.float32(0.25), 0), 1e30, np.inf]]
+    )
+    x = np.concatenate([x, -x]).astype(np.float32)
+    np.testing.assert_allclose(scores.tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=1e-6)
+    assert np.isnan(scores.tanh(jnp.float32(np.nan)))
+
+
+def test_a_cap_of_0_changes_no_bit():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(1000) * 1000, f32)
+    cap = scores.SoftCap.of(jnp.float32(0))
+    chex.assert_trees_all_equal(cap.apply(x / cap.size), x * f32(softmax.LOG2_E))
+
+
+@pytest.mark.parametrize("mask_len", [1, 32, 33, 128])
+def test_the_words_of_a_mask(mask_len):
+    problem = Problem(
+        batch=3,
+        num_q_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        page_size=16,
+        num_pages=9,
+        num_entries=9,
+        **dict.fromkeys(("dtype", "k_dtype", "v_dtype"), np.dtype(jnp.bfloat16)),
+        q_len=7,
+        mask_len=mask_len,
+    )
+    plan = Plan(problem, attention.Config())
+    mask = np.random.default_rng(mask_len).random((3, 7, mask_len)) < 0.3
+    packed = mask_words.pack(plan, jnp.asarray(mask))
+    words, column = mask_words.num_words(mask_len), jnp.arange(mask_len, dtype=i32)
+    for row in range(3):
+        seen = mask_words.bit(lambda w: packed["mask_seen"][row, w], words, column)  # noqa: B023
+        np.testing.assert_array_equal(seen, mask[row].any(axis=0))
+        for c in range(plan.group_size):
+            tile, at = divmod(c, plan.tile_heads)
+            of_column = packed["mask_words"][row, tile, :, at]
+            visible = mask_words.bit(lambda w: of_column[w], words, column)  # noqa: B023
+            np.testing.assert_array_equal(visible, mask[row, c // 3])

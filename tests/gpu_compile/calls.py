@@ -311,6 +311,7 @@ CALLS["limits"] = (
     Attention(71, 1, 128, dtype="float16"),
     Attention(71, 1, 128, options=(("num_splits", 4),)),
     Attention(71, 1, 128, kv_starts=True, options=(("return_lse", True),), spilled=80),
+    Attention(71, 1, 128, spilled=80),
     Attention(56, 1, 192, v_head_dim=128, kv_layout="NHD"),
     Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),

@@ -14,6 +14,7 @@ import string
 import sys
 import tempfile
 import traceback
+from typing import Any
 
 # Read when jax starts: the plugin must not look for a GPU, and Mosaic GPU has to report on each kernel.
 dump = tempfile.TemporaryDirectory()
@@ -26,17 +27,22 @@ from jax.experimental import topologies  # noqa: E402
 import jax_paged_attn  # noqa: E402
 
 
-def h200():
-    """The sharding that makes jit compile for an H200."""
+def h200s(count: int) -> list[Any]:
+    """The devices of a host that has so many H200s."""
     cuda = "13.0" if importlib.util.find_spec("jax_cuda13_plugin") else "12.9"
     text = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="h200",
         target_config=string.Template(text).substitute(CUDA=cuda),
-        topology="1x1x1",
+        topology=f"1x1x{count}",
     )
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return list(topology.devices)
+
+
+def h200():
+    """The sharding that makes jit compile for an H200."""
+    return jax.sharding.SingleDeviceSharding(h200s(1)[0])
 
 
 def new_in_dump(seen: set[pathlib.Path]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:

@@ -23,7 +23,7 @@ BLOCK_TOKENS = (2, 4, 8, 16)
 WARPGROUPS = (1, 2, 4)
 # Scales and positions come in copies that begin at multiples of 16 bytes.
 MIN_BLOCK_TOKENS_WITH_VECTORS = 4
-STAGES = (1, 2, 3)
+STAGES = (1, 2)
 COPY_VALUES = 256  # of a flat array in one copy at most
 COPY_BYTES = 16  # what copies move multiples of
 MAX_HEADS = 256  # rows of a copy
@@ -43,7 +43,7 @@ class Config:
     blocks : int
         Thread blocks at most, between which the tiles are divided.
     num_stages : int
-        Tiles that a warpgroup has in shared memory, 1 to 3: one goes while the others come.
+        Tiles that a warpgroup has in shared memory: 1, or 2, of which one goes while the other comes.
     """
 
     block_tokens: int = 4

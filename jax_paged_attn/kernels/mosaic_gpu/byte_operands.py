@@ -25,8 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import address, asm, i32, int32, lane_and_warp, offset_in
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, Operands, array_of, f32
+from .inline import address, array_of, asm, i32, int32, lane_and_warp, offset_in
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, TURNED, TURNED_EXCHANGED, f32
+from .operands import Operands
 from .shared_tile import SharedTile
 
 f16 = jnp.dtype(jnp.float16)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.validation import LAYOUT_AXES
 
-from . import mask_words, softmax
+from . import mask_words, reductions, softmax
 from .columns import Columns
 from .integers import rem
 from .layouts import along_columns, along_rows, f32, full
@@ -178,7 +178,7 @@ def launch(
             if plan.token_scaled and plan.config.num_stages == 1:
                 # This tile's scales were begun after the wait at the end of the last one.
                 token_scales.wait()
-                plgpu.commit_smem()
+                unit.meet()
             if p.k_scale == "token":
                 s *= along_columns(token_scale("k_scale", slot), s.shape)
             if soft_cap is not None:
@@ -198,18 +198,18 @@ def launch(
             if p.v_scale == "token":
                 v_scale = token_scale("v_scale", slot)
                 state, acc, probs = state.update(
-                    unit, scratch.get("max_smem"), acc, s, valid, value_bias(v_scale)
+                    unit, scratch["fold_smem"], acc, s, valid, value_bias(v_scale)
                 )
                 probs *= along_columns(v_scale, s.shape)
                 if valid is not None:  # unused scales may be NaN
                     probs = jnp.where(valid, probs, f32(0))
             else:
-                state, acc, probs = state.update(unit, scratch.get("max_smem"), acc, s, valid)
+                state, acc, probs = state.update(unit, scratch["fold_smem"], acc, s, valid)
             is_key = functools.partial(seen_keys, row, tile) if masked else None
             acc = unit.add_values(acc, scratch["v_smem"].at[slot], probs, scratch["p_smem"], is_key)
             if plan.token_scaled:
                 token_scales.wait()  # for the next tile's
-            plgpu.commit_smem()  # everyone is done with the slot and with p_smem
+            unit.meet()  # everyone is done with the slot and with p_smem
             return acc, state, step + 1, loader.load(run, step, cursors)
 
         if not plan.wide:
@@ -221,7 +221,7 @@ def launch(
             plgpu.commit_smem()
         if plan.token_scaled:
             token_scales.wait()
-            plgpu.commit_smem()
+            unit.meet()
 
         if plan.cuts_rows and not plan.cut_row_of_each_row:
 
@@ -304,7 +304,7 @@ def launch(
             else:
                 c = lax.fori_loop(begin, end, attend(True), c)
             acc, state, step, cursors = c
-            weight_sum = state.weights.sum(axis=0)
+            weight_sum = reductions.over_threads(unit, state.weights, "sum", scratch["fold_smem"])
             if plan.cuts_rows:
                 store_piece_or_output(row, begin, end, left, acc, state.max_log2, weight_sum)
             else:
@@ -324,7 +324,7 @@ def launch(
         grid_names=("part", "head"),
         out_type=list(out_types.values()),
         scratch_types=scratch_types(plan),
-        # Shared memory passes between warps at the commit_smem() calls alone: automatic barriers cost more.
+        # Shared memory passes between warps where they meet: automatic barriers cost more.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode",
         interpret=interpret,

@@ -21,12 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from .inline import FREE_BARRIER, address, asm, i32, int32, int64
+from .inline import address, array_of, asm, i32, int32, int64, meet
 from .integers import ceil_div, round_up
-from .layouts import THREADS, array_of
+from .layouts import THREADS
 
 # Of the hash table for each own token: the more, the fewer slots have to be looked for beyond their hash.
-ENTRIES_PER_TOKEN, MIN_ENTRIES = 8, 32
+ENTRIES_PER_TOKEN, MIN_ENTRIES = 16, 64
+# Slots that lie side by side in the table too, as they mostly come: a warp then reads all banks at once.
+LINE_BITS = 5
+LINE = 1 << LINE_BITS
 SLOTS_AT_ONCE = 32  # that a thread loads before it looks the first of them up
 MULTIPLIER = 0x9E3779B1  # 2**32 over the golden ratio, as D. E. Knuth hashes by multiplication
 NO_SLOT, NO_TOKEN, LATER_TOKEN = -1, -1, 2**31 - 1
@@ -37,8 +40,12 @@ PASSED = -(2**31)
 PROBE = """{{
     .reg .pred here;
     .reg .b32 entry, at, key;
-    mul.lo.u32 entry, {slot}, {multiplier};
+    shr.u32 entry, {slot}, {line_bits};
+    mul.lo.u32 entry, entry, {multiplier};
     shr.u32 entry, entry, {shift};
+    shl.b32 entry, entry, {line_bits};
+    and.b32 key, {slot}, {line} - 1;
+    add.u32 entry, entry, key;
 probe:
     mad.lo.u32 at, entry, 4, {table};
     {read}
@@ -48,7 +55,7 @@ probe:
     setp.eq.s32 here, key, {slot};
     @here bra found;
     {passed}
-    add.u32 entry, entry, 1;
+    add.u32 entry, entry, {line};
     and.b32 entry, entry, {mask};
     bra probe;
 none:
@@ -200,7 +207,7 @@ class EqualSlots:
         for first in range(0, 2 * self.entries, threads):
             entry = arith.minui(arith.addi(thread, i32(first)), i32(2 * self.entries - 1))
             _store_shared(i32(NO_SLOT), table, entry)  # and NO_TOKEN
-        self._meet()
+        meet(threads)
 
         self._enter(table, own_slot, arith.addi(begin, thread))
         more = arith.addi(thread, i32(threads))
@@ -209,7 +216,7 @@ class EqualSlots:
         def _(token: ir.Value) -> None:
             self._enter(table, self._slot(slots, token), token)
 
-        self._meet()
+        meet(threads)
 
         def overwrite(some: list[ir.Value]) -> None:
             keys = [_load_shared(table, self._hash(slot)) for slot in some]
@@ -226,7 +233,7 @@ class EqualSlots:
         def _(token: ir.Value) -> None:
             overwrite(self._slots(slots, token))
 
-        self._meet()
+        meet(threads)
 
         def keep(offset: ir.Value, slot: ir.Value) -> None:
             last = self._last(table, slot)
@@ -240,14 +247,11 @@ class EqualSlots:
         def _(offset: ir.Value) -> None:
             keep(offset, self._slot(slots, arith.addi(begin, offset)))
 
-    def _meet(self) -> None:
-        """Wait for all threads of the block."""
-        threads = self.warpgroups * THREADS
-        asm([], f"barrier.cta.sync {FREE_BARRIER}, {threads};", "~{memory}", [], has_side_effects=True)
-
     def _hash(self, slot: ir.Value) -> ir.Value:
         """The entry that a slot is looked for at first, as in `PROBE`."""
-        return arith.shrui(arith.muli(slot, i32(MULTIPLIER)), i32(self._shift))
+        line = arith.muli(arith.shrui(slot, i32(LINE_BITS)), i32(MULTIPLIER))
+        line = arith.shli(arith.shrui(line, i32(self._shift)), i32(LINE_BITS))
+        return arith.addi(line, arith.andi(slot, i32(LINE - 1)))
 
     def _enter(self, table: ir.Value, slot: ir.Value, token: ir.Value) -> None:
         """Make `token` the last of its slot, if it is; `NO_SLOT` stays without one."""
@@ -285,7 +289,7 @@ class EqualSlots:
 
     @property
     def _shift(self) -> int:
-        return 32 - (self.entries.bit_length() - 1)
+        return 32 - ((self.entries // LINE).bit_length() - 1)
 
     def _probe(
         self,
@@ -307,6 +311,8 @@ class EqualSlots:
             no_slot=NO_SLOT,
             multiplier=MULTIPLIER,
             shift=self._shift,
+            line=LINE,
+            line_bits=LINE_BITS,
             mask=self.entries - 1,
         )
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import utils
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from .layouts import LANES, NUM_WARPS
+from .layouts import LANES, MMA_COLUMNS, NUM_WARPS
 from .shared_tile import MAX_SWIZZLE, SWIZZLE_ROWS, SharedTile
 
 FREE_BARRIER = 8  # of the 16 in hardware; the compiler's own have the lowest numbers
@@ -42,6 +43,26 @@ def asm(
 def address(ref: ir.Value, type_: ir.Type) -> ir.Value:
     """Where a ref begins: of 32 bits in shared memory, of 64 in global memory."""
     return llvm.ptrtoint(type_, utils.memref_ptr(ref))
+
+
+def registers_of(acc: Any) -> np.ndarray:
+    """Of a product [rows, columns], as [rows / 64, columns / 8, 2]: a warp has 8 rows of 8 columns each."""
+    return acc.registers.reshape(-1, acc.shape[1] // MMA_COLUMNS, 2)
+
+
+def array_of(
+    registers: np.ndarray, shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
+) -> fragmented_array.FragmentedArray:
+    """An array of these registers, in the order that `layout` counts them in."""
+    layout = layout.to_mgpu()
+    return fragmented_array.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=is_signed
+    )
+
+
+def meet(threads: int) -> None:
+    """Wait for so many threads, and for what they have done to shared memory; not for asynchronous copies."""
+    asm([], f"barrier.cta.sync {FREE_BARRIER}, {threads};", "~{memory}", [], has_side_effects=True)
 
 
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:

@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import softmax
 from .integers import div, rem
-from .layouts import Operands, along_rows, f32
+from .layouts import along_rows, f32
+from .operands import Operands
 from .plan import Plan
 
 

@@ -10,7 +10,8 @@ from jax_paged_attn.validation import check, check_positive_int
 
 from .byte_operands import ByteOperands
 from .integers import ceil_div, round_up
-from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS, Operands
+from .layouts import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, PIECE_ROWS
+from .operands import Operands
 from .schedule import Schedule
 from .shared_tile import SharedTile
 from .tiling import Tiling

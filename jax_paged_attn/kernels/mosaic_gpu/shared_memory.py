@@ -23,13 +23,13 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
         "k_smem": plan.k_tile.scratch(*ring),
         "v_smem": plan.v_tile.scratch(*ring),
         "stats_smem": plgpu.SMEM((2, heads), f32),
+        "fold_smem": plgpu.SMEM((NUM_WARPS, heads), f32),
     } | TileLoader.scratch(plan.tiling, plan.config.num_stages, paged=not p.contiguous)
     q_tile, out_tile = plan.q_tile, plan.out_tile(plan.v_columns)
     if plan.wide:
         # A row's queries are done with before its output is there: apart, two blocks would not fit a core.
         types["q_or_out_smem"] = plgpu.RefUnion(q_tile.scratch(heads), out_tile.scratch(heads))
         types["p_smem"] = plan.p_tile.scratch(heads)
-        types["max_smem"] = plgpu.SMEM((NUM_WARPS, heads), f32)
     else:
         types["out_smem"] = out_tile.scratch(heads)
         types["q_smem"] = q_tile.scratch(2, heads)

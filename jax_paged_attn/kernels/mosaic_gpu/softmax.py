@@ -11,16 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .layouts import FOLDED, FOLDED_ROWS, MatrixUnit, along_columns, along_rows, f32, full
+from . import reductions
+from .layouts import MatrixUnit, along_columns, along_rows, f32, full
+from .reductions import FOLDED, FOLDED_ROWS
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2.0))
+# Log2 of how far scores may rise above those that weights refer to before weights follow: most tiles then
+# need no maximum over all threads, and no output rescaled.
+SLACK = 8
 # Below every score, yet finite: differences of two of them are 0, not NaN.
 LOWEST = float(np.finfo(np.float32).min)
 
 
 class State(NamedTuple):
-    """What a row has seen: its greatest score, less the headroom of its weights, and the sum of its weights.
+    """What a row has seen: a score that weights refer to, near the greatest, and the sum of its weights.
 
     `max_log2` is [heads]; `weights` is [rows, heads], not yet summed between threads.
     """
@@ -36,7 +41,7 @@ class State(NamedTuple):
     def update(
         self,
         unit: MatrixUnit,
-        max_smem: Any,
+        smem: Any,
         acc: jax.Array,
         scores_log2: jax.Array,
         valid: jax.Array | None,
@@ -44,10 +49,9 @@ class State(NamedTuple):
     ) -> tuple["State", jax.Array, jax.Array]:
         """-> (new state, the output so far [columns, heads] in its terms, the tile's weights).
 
-        Scores are [keys, heads]. Weights are at most 2**(unit.headroom + unit.slack); with a `bias` [keys],
-        those times 2**bias are.
+        Scores are [keys, heads]; `smem` is that of `reductions`. Weights are at most
+        2**unit.max_weight_log2; with a `bias` [keys], those times 2**bias are.
         """
-        headroom = unit.headroom
         if valid is not None:
             scores_log2 = jnp.where(valid, scores_log2, f32(LOWEST))
         biased = scores_log2
@@ -57,20 +61,19 @@ class State(NamedTuple):
                 biased = jnp.where(valid, biased, f32(LOWEST))
 
         def follow() -> tuple["State", jax.Array]:
-            max_log2 = jnp.maximum(self.max_log2, unit.max_over_keys(biased, max_smem) - f32(headroom))
+            peak = reductions.over_threads(unit, reductions.fold(unit, biased, "max"), "max", smem)
+            max_log2 = jnp.maximum(self.max_log2, peak - f32(unit.max_weight_log2 - SLACK))
             rescale = jnp.exp2(self.max_log2 - max_log2)
             weights = self.weights * along_rows(rescale, self.weights.shape)
             return State(max_log2, weights), acc * along_rows(rescale, acc.shape)
 
-        if unit.slack:
-            limits = self.max_log2 + f32(headroom + unit.slack)
-            state, acc = lax.cond(unit.any_above(biased, limits), follow, lambda: (self, acc))
-        else:
-            state, acc = follow()
+        limits = self.max_log2 + f32(unit.max_weight_log2)
+        state, acc = lax.cond(reductions.any_above(unit, biased, limits), follow, lambda: (self, acc))
         exponent = scores_log2 - along_rows(state.max_log2, scores_log2.shape)
-        if headroom and bias is None:  # beyond 2**24 the maximum less the headroom is rounded, maybe down
-            exponent = jnp.minimum(exponent, f32(headroom + unit.slack))
+        # Scores beyond 2**24 may be above a maximum that was rounded down, which float16 has no room for.
+        if bias is None and unit.dtype == jnp.float16:
+            exponent = jnp.minimum(exponent, f32(unit.max_weight_log2))
         p = jnp.exp2(exponent)
         if valid is not None:  # where no key was valid so far, max_log2 is LOWEST and p would be 1
             p = jnp.where(valid, p, f32(0))
-        return state._replace(weights=state.weights + unit.fold(p)), acc, p
+        return state._replace(weights=state.weights + reductions.fold(unit, p, "sum")), acc, p

@@ -6,20 +6,19 @@ its way by `stmatrix`, written in PTX beside a plain twin that interpret mode ru
 """
 
 import dataclasses
-import functools
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import FREE_BARRIER, address, asm, i32, int32, int64, lane_and_warp, offset_in
-from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, WARP_ROWS, Operands, f32, full, registers_of
+from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in, registers_of
+from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, f32, full
+from .operands import Operands
 from .shared_tile import SharedTile
 
 MATRIX = 8  # rows and columns of one of stmatrix
@@ -33,41 +32,6 @@ class WideOperands(Operands):
     q: SharedTile
     p: SharedTile
     out: SharedTile
-
-    @property
-    def slack(self) -> int:
-        # With many heads it costs as much to find a tile's maximum and to rescale as all the rest.
-        return 8
-
-    @property
-    def headroom(self) -> int:
-        return super().headroom and super().headroom - self.slack
-
-    def any_above(self, x: jax.Array, limits: jax.Array) -> jax.Array:
-        """Whether any value of [keys, heads] is above its head's limit."""
-        if self.interpret:
-            return (x > limits).any()
-        above = plgpu.inline_mgpu(
-            arg_types=(self.acc, self.acc.reduce(0)),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-        )(lambda _, x, limits: _any_above(registers_of(x), limits.registers.ravel()))(x, limits)
-        return above > 0
-
-    def max_over_keys(self, x: jax.Array, max_smem: Any) -> jax.Array:
-        # As the compiler reduces across warps, a thread would need registers for what all four have to say.
-        if self.interpret:
-            keys_of_warps = x.reshape(-1, NUM_WARPS, WARP_ROWS, x.shape[1])
-            max_smem[...] = keys_of_warps.max(axis=(0, 2))
-        else:
-            plgpu.inline_mgpu(arg_types=(self.acc, plgpu.RefType()))(
-                lambda _, x, ref: _store_warp_max(registers_of(x), ref, x.shape[1])
-            )(x, max_smem)
-        plgpu.commit_smem()
-        of_warps = [
-            plgpu.load(max_smem.at[warp], layout=self.acc.reduce(0), optimized=False)
-            for warp in range(NUM_WARPS)
-        ]
-        return functools.reduce(jnp.maximum, of_warps)
 
     def bring_queries(self, gmem: Any, first: Any, smem: Any) -> None:
         """Copy the heads of a group [group_size, columns] from `first` on; what lies past them is 0.
@@ -143,43 +107,6 @@ class WideOperands(Operands):
         plgpu.inline_mgpu(arg_types=(self.acc, plgpu.RefType(tile.transforms)))(
             lambda _, x, ref: _store_matrices(registers_of(x), ref, tile)
         )(x, smem)
-
-
-def _any_above(registers: np.ndarray, limits: np.ndarray) -> Any:
-    """Whether any of [keys / 64, heads / 8, 2] registers of a warpgroup is above that of [heads / 8]."""
-    above = [
-        arith.cmpf(arith.CmpFPredicate.OGT, of_columns, limit)
-        for limit, column in zip(limits, registers.swapaxes(0, 1), strict=True)
-        for of_columns in column.ravel()
-    ]
-    pair = functools.reduce(arith.ori, above)
-    first, second = (vector.extract(pair, [], [i]) for i in range(2))
-    [found] = asm(
-        [int32()],
-        "{ .reg .pred any; setp.ne.b32 any, $1, 0;"
-        f" barrier.cta.red.or.pred any, {FREE_BARRIER}, {THREADS}, any;"
-        " selp.b32 $0, 1, 0, any; }",
-        "=r,r",
-        [arith.extui(int32(), arith.ori(first, second))],
-        has_side_effects=True,
-    )
-    return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
-
-
-def _store_warp_max(registers: np.ndarray, ref: ir.Value, heads: int) -> None:
-    """Of [keys / 64, heads / 8, 2] registers, the maximum over a warp's keys, to [warps, heads]."""
-    lane, warp = lane_and_warp()
-    column = arith.muli(arith.remui(lane, i32(4)), i32(2))
-    first = arith.addi(arith.muli(warp, i32(heads)), column)
-    first = arith.addi(address(ref, int32()), arith.muli(first, i32(4)))
-    for j, of_column in enumerate(registers.swapaxes(0, 1)):
-        pair = functools.reduce(arith.maximumf, of_column.ravel())
-        for i in range(2):
-            value = vector.extract(pair, [], [i])
-            for distance in (4, 8, 16):
-                value = arith.maximumf(value, utils.shfl_bfly(value, distance))
-            at = arith.addi(first, i32(4 * (j * MMA_COLUMNS + i)))
-            llvm.store(value, llvm.inttoptr(llvm.PointerType.get(3), at), alignment=4)
 
 
 def _copy_rows(

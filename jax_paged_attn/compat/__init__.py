@@ -1,0 +1,1 @@
+"""Other libraries' signatures, for a migration by changing one import."""
