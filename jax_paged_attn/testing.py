@@ -109,10 +109,9 @@ def _boundaries(page_size: int, pages: int = 3) -> tuple[int, ...]:
 # What models use, and all of it at once.
 _GEMMA2 = {"soft_cap": 5.0, "window_left": 40}
 _ALL: dict[str, Any] = {**_GEMMA2, "alibi": True, "sinks": True}
-_RAGGED = ("mosaic_gpu",)
 _TOKENS_OF_NO_ROW = 3
 
-_MANY_QUERIES = _LONG_MASKS = ("mosaic_gpu",)
+_MANY_QUERIES = _LONG_MASKS = _RAGGED_MASKS = _RAGGED_WINDOWS_NOT_CAUSAL = ("mosaic_gpu",)
 _ONLY_16_BIT = ("mosaic_gpu",)
 _HEAD_DIMS_16_TO_256 = ("mosaic_gpu",)  # multiples of 8
 
@@ -385,20 +384,28 @@ CASES = (
         **_ALL,
         refused_by=_ONLY_16_BIT,
     ),
-    Case("ragged", (0, 5, 64, 131, 300), q_lens=(1, 0, 1, 37, 100), refused_by=_RAGGED, newest=True),
-    Case("ragged_one_query_a_row", (7, 0, 131), q_lens=(1, 1, 1), v_head_dim=96, refused_by=_RAGGED),
-    Case("ragged_more_queries_than_keys", (2, 0, 40), 9, 3, q_lens=(5, 3, 41), refused_by=_RAGGED),
+    Case("ragged", (0, 5, 64, 131, 300), q_lens=(1, 0, 1, 37, 100), newest=True),
+    Case("ragged_short", q_lens=(2, 1, 9, 3), interpret=True, newest=True),
+    Case("ragged_one_query_a_row", (7, 0, 131), q_lens=(1, 1, 1), v_head_dim=96),
+    Case("ragged_more_queries_than_keys", (2, 0, 40), 9, 3, q_lens=(5, 3, 41), interpret=True),
     Case(
         "ragged_all_starts_splits",
         (300, 0, 131, 12),
-        q_lens=(3, 2, 90, 12),
+        q_lens=(3, 2, 20, 12),
         page_size=12,
         **_ALL,
         kv_starts=(150, 0, 50, 1),
         num_splits=3,
-        refused_by=_RAGGED,
+        interpret=True,
     ),
-    Case("ragged_tree", (3, 70, 131, 9), q_lens=(5, 1, 6, 0), mask_len=6, window_left=9, refused_by=_RAGGED),
+    Case(
+        "ragged_tree",
+        (3, 70, 131, 9),
+        q_lens=(5, 1, 6, 0),
+        mask_len=6,
+        window_left=9,
+        refused_by=_RAGGED_MASKS,
+    ),
     Case(
         "ragged_not_causal_e4m3_token",
         (70, 131, 3),
@@ -408,11 +415,9 @@ CASES = (
         scale="token",
         causal=False,
         window_left=9,
-        refused_by=_RAGGED,
+        refused_by=_RAGGED_WINDOWS_NOT_CAUSAL,
     ),
-    Case(
-        "ragged_int8_head", q_lens=(0, 9, 2, 70), cache_dtypes=_INT8, scale="head", **_ALL, refused_by=_RAGGED
-    ),
+    Case("ragged_int8_head", q_lens=(0, 9, 2, 70), cache_dtypes=_INT8, scale="head", **_ALL),
     Case(
         "ragged_float32_hpnd_csr",
         (5, 0, 33, 64),
@@ -420,7 +425,7 @@ CASES = (
         dtype="float32",
         kv_layout="HPND",
         table="csr",
-        refused_by=_RAGGED,
+        refused_by=_ONLY_16_BIT,
     ),
     Case("long", (4092, 4096, 192, 8191), num_kv_heads=8, num_q_heads=32, head_dim=128),
 )

@@ -142,3 +142,46 @@ def check_values(
         table_name=table_name,
         lens_name=f"{table_name}.kv_lens",
     )
+
+
+class Tiles(NamedTuple):
+    """Some queries of one row each, as if they were a row: int32[num_tiles].
+
+    Attributes
+    ----------
+    row : of the call
+        Of tiles that no row needs, any.
+    first : index of the first query, among the row's
+    count : number of queries
+        0 in tiles that no row needs.
+    """
+
+    row: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, q_lens: jax.Array, block_q: int) -> "Tiles":
+        """Cut each row's queries into tiles of `block_q`, the last of which may have fewer."""
+        tiles = -(-q_lens // block_q)
+        ends = jnp.cumsum(tiles)
+        tile = jnp.arange(num_tiles(problem, block_q), dtype=jnp.int32)
+        row = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
+        needed, row = row < problem.batch, jnp.minimum(row, problem.batch - 1)
+        first = (tile - (ends - tiles)[row]) * block_q
+        return cls(row, first, jnp.where(needed, jnp.minimum(q_lens[row] - first, block_q), 0))
+
+
+def num_tiles(problem: Problem, block_q: int) -> int:
+    """Tiles that the queries can need at most: each row's last one may be of one query."""
+    most = problem.total_q // block_q + problem.batch
+    return most if problem.is_symbolic else min(most, problem.total_q)
+
+
+def from_tiles(
+    problem: Problem, token: jax.Array, is_query: jax.Array, tiles: jax.Array, fill: float = 0.0
+) -> jax.Array:
+    """Put results [num_tiles, block_q, ..] where `is_query` to their tokens; the others hold `fill`."""
+    to = jnp.where(is_query, token, problem.total_q)
+    filled = jnp.full((problem.total_q, *tiles.shape[2:]), fill, tiles.dtype)
+    return filled.at[to].set(tiles, mode="drop")

@@ -40,7 +40,7 @@ def pool_shape(kv_layout: str, num_pages: int, num_kv_heads: int, page_size: int
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of `paged_attention`, or of `decode_attention` where `page_size` is None."""
+    """A call of `paged_attention`; without `page_size` of `decode_attention`, with `total_q` a ragged one."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -57,6 +57,7 @@ class Attention:
     scale: str | None = None  # what the scales of a quantized cache belong to: "head" or "token"
     modifiers: tuple[str, ...] = ()  # traced ones, but for `kv_starts`
     q_len: int | None = None  # one token a row, without an axis of its own
+    total_q: int | None = None  # tokens of all rows
     mask_len: int = 20
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
     spilled: int = 0  # bytes at most: of values that wait for a row's end while its tiles take all registers
@@ -68,6 +69,7 @@ class Attention:
             self.kv_layout, self.batch * pages_per_row, self.num_kv_heads, page_size, self.head_dim
         )
         lead = (self.batch,) if self.q_len is None else (self.batch, self.q_len)
+        lead = lead if self.total_q is None else (self.total_q,)
         q = shape((*lead, self.num_q_heads, self.head_dim), self.dtype)
         of_modifiers = {
             "soft_cap": shape((), jnp.float32),
@@ -90,6 +92,8 @@ class Attention:
         else:
             block_tables = shape((self.batch, pages_per_row), jnp.int32)
             where = jax.eval_shape(jax_paged_attn.PageTable.from_block_tables, block_tables, lens)
+        if self.total_q is not None:
+            function, where = ragged, (where, shape((self.batch + 1,), jnp.int32))
 
         def call(q, k, v, where, kv_starts, scales, modifiers, **more):
             k_scale, v_scale = scales
@@ -103,6 +107,10 @@ class Attention:
                 {name: of_modifiers[name] for name in self.modifiers},
             ),
         )
+
+
+def ragged(q, k, v, where, **options):
+    return jax_paged_attn.ragged_paged_attention(q, k, v, *where, **options)
 
 
 def stacked(function):
@@ -253,7 +261,8 @@ class DemoStep:
             model.decode_step, config=config, sampling=model.Sampling(), implementation=None
         )
         pool = shape((30 * 1024, 3, 16, 64), "bfloat16")
-        return Traceable(step, (params, cache, ints, tables, ints, scalar), (1,), pool)
+        tokens = shape((self.batch, 1), jnp.int32)
+        return Traceable(step, (params, cache, tokens, tables, ints, scalar), (1,), pool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,6 +473,11 @@ CALLS["queries"] = (
     E4M3(64, 2, 256, q_len=3, modifiers=(*ALL, "mask")),
     INT8(64, 2, 256, q_len=3, modifiers=(*ALL[1:], "mask"), scale="token", kv_starts=True),
     E5M2(*llama, q_len=9, modifiers=ALL, kv_layout="NHD", scale="head"),
+)
+CALLS["ragged"] = (
+    Attention(*llama, batch=122, total_q=4216, max_kv_len=8192),
+    Attention(*llama, batch=64, total_q=256, modifiers=ALL, options=(("return_lse", True),)),
+    E4M3(*llama, batch=8, total_q=4096, modifiers=("window_left",), scale="head", kv_starts=True),
 )
 CALLS["append"] = (
     Append(),

@@ -32,7 +32,8 @@ def test_compiles_without_spills_and_within_the_estimate(group):
         in_a_program = any(getattr(call, how, None) for how in programs)
         if not (isinstance(call, DemoStep) or in_a_program):
             # Several tokens' queries are brought together and their outputs apart again; masks become bits.
-            packs = getattr(call, "q_len", None) or "mask" in getattr(call, "modifiers", ())
+            several = getattr(call, "q_len", None) or getattr(call, "total_q", None)
+            packs = several or "mask" in getattr(call, "modifiers", ())
             assert {*result["other_kernels"]} <= ({"fusion"} if packs else set()), call
         for kernel, report in result["compiled"].items():
             assert report["spilled"] <= getattr(call, "spilled", 0), (call, kernel, report)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_paged_attn import validation
 from jax_paged_attn.calls.modifiers import first_visible
-from jax_paged_attn.calls.ragged import Operands, Problem
+from jax_paged_attn.calls.ragged import Operands, Problem, Tiles, from_tiles, num_tiles
 from jax_paged_attn.dispatch import Target
 from jax_paged_attn.kernels import Usage
 
@@ -50,27 +50,23 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 def usage(problem: Problem, config: Config) -> Usage:
     """Estimate the bytes of a step's tiles and running state."""
-    return attention.usage_of_rows(problem, _num_tiles(problem, config), config.block_q, config.block_kv)
+    return attention.usage_of_rows(
+        problem, num_tiles(problem, config.block_q), config.block_q, config.block_kv
+    )
 
 
 def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Attend with all tiles in step, as if each were a row; `jax_paged_attn.kernels` has the contract."""
     (q_starts, q_lens, of_rows), block_q = operands, config.block_q
     modifiers, total_q = of_rows.modifiers, problem.total_q
-    # Which row each tile belongs to, and which of the row's it is.
-    tiles = -(-q_lens // block_q)
-    ends = jnp.cumsum(tiles)
-    tile = jnp.arange(_num_tiles(problem, config), dtype=jnp.int32)
-    row = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
-    is_tile, row = row < problem.batch, jnp.minimum(row, problem.batch - 1)
-    first = (tile - (ends - tiles)[row]) * block_q
+    row, first, count = Tiles.of(problem, q_lens, block_q)
     offset = first[:, None] + jnp.arange(block_q, dtype=jnp.int32)[None]
-    is_query = is_tile[:, None] & (offset < q_lens[row, None])
+    is_query = offset < (first + count)[:, None]
     token = q_starts[row, None] + offset
     gathered = jnp.clip(token, 0, total_q - 1)
 
     starts, kv_lens = of_rows.page_table.clipped(problem.page_size)
-    starts, kv_lens, q_lens = starts[row], jnp.where(is_tile, kv_lens[row], 0), q_lens[row]
+    starts, kv_lens, q_lens = starts[row], jnp.where(count > 0, kv_lens[row], 0), q_lens[row]
     if modifiers.kv_starts is not None:
         modifiers = modifiers._replace(kv_starts=modifiers.kv_starts[row])
     if modifiers.mask is not None:
@@ -84,9 +80,7 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         kv_lens=kv_lens,
         first_key=first_visible(q_lens - first, problem.mask_len, kv_lens, *of_window),
         # A mask may show keys after a query.
-        end_key=kv_lens - q_lens + jnp.minimum(first + block_q, q_lens)
-        if problem.causal and modifiers.mask is None
-        else None,
+        end_key=kv_lens - q_lens + first + count if problem.causal and modifiers.mask is None else None,
     )
     out, lse = attend(
         problem,
@@ -97,15 +91,5 @@ def run(problem: Problem, config: Config, operands: Operands) -> tuple[jax.Array
         num_splits=attention.num_splits(problem, config.block_kv),
         block_kv=config.block_kv,
     )
-    to = jnp.where(is_query, token, total_q)
-    empty = jnp.zeros((total_q, *out.shape[2:]), problem.out_dtype or problem.dtype)
-    out = empty.at[to].set(out.astype(empty.dtype), mode="drop")
-    if not problem.return_lse:
-        return out, None
-    return out, jnp.full((total_q, *lse.shape[2:]), -jnp.inf).at[to].set(lse, mode="drop")
-
-
-def _num_tiles(problem: Problem, config: Config) -> int:
-    """Tiles that the queries can need at most: each row's last one may be of one query."""
-    most = problem.total_q // config.block_q + problem.batch
-    return most if problem.is_symbolic else min(most, problem.total_q)
+    out = from_tiles(problem, token, is_query, out.astype(problem.out_dtype or problem.dtype))
+    return out, from_tiles(problem, token, is_query, lse, fill=-jnp.inf) if problem.return_lse else None
