@@ -178,7 +178,9 @@ MISTAKES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("levels", "name"), MISTAKES, ids=str)
+@pytest.mark.parametrize(
+    ("levels", "name"), MISTAKES, ids=[f"{i}-{name}" for i, (_, name) in enumerate(MISTAKES)]
+)
 def test_mistakes_in_levels_are_named(levels, name):
     args, *_ = inputs()
     with pytest.raises(ValueError, match=rf"^{name}: expected .+, got .+"):

@@ -23,6 +23,7 @@ from jax_paged_attn import (
     testing,
     testing_mla,
 )
+from jax_paged_attn.kernels.mosaic_gpu.mla import Config
 from jax_paged_attn.testing_mla import MlaCase, make_mla_inputs, mla_case
 
 SERVED_BY = [candidate.name for candidate in dispatch.IMPLEMENTATIONS]
@@ -41,6 +42,13 @@ def test_matches_the_reference(implementation, case):
         implementation = None
     result = inputs.call(jax_paged_attn, implementation=implementation)
     chex.assert_type(result[0], case.dtype)
+    testing.assert_close(result, inputs.expected())
+
+
+@pytest.mark.parametrize("name", ["plain", "heads_1"])
+def test_few_heads_by_the_decode_kernel(name):
+    inputs, config = make_mla_inputs(mla_case(name)), Config(num_parts=3, few_heads=True)
+    result = inputs.call(jax_paged_attn, implementation="mosaic_gpu", config=config)
     testing.assert_close(result, inputs.expected())
 
 

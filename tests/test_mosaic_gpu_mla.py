@@ -49,8 +49,7 @@ def test_says_what_it_cannot_run(sizes, reason):
     ("sizes", "parts"),
     [
         ({}, 64),  # two blocks of 64 heads: 66 parts, but 64 end where rows do
-        ({"heads": 16}, 128),  # few heads have blocks of their own, of which one fits a multiprocessor
-        ({"heads": 16, "rank": 256}, 256),  # or two
+        ({"heads": 16}, 128),
         ({"batch": 48}, 66),
         ({"batch": 1}, 66),
         ({"heads": 128, "q_len": 2, "batch": 64}, 32),

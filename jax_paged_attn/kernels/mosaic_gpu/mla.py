@@ -1,7 +1,8 @@
 """Latent attention of rows over a paged cache, for Hopper GPUs (compute capability 9.0).
 
 `mla_kernel.py` is the kernel, `mla_merge.py` its second launch; `mla_plan.py` says how they cut their work.
-Few heads are served by the decode kernel, with one kv head whose values are the first columns of its keys.
+With `Config.few_heads` the decode kernel serves few heads, by one kv head whose values are the first columns
+of its keys.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax_paged_attn.kernels import Usage
 
 from . import decode_kernel, merge_kernel, shared_memory
 from . import plan as decode_plan
-from .config import BLOCKS_PER_CORE, PARTS_GIVEN_UP, rows_per_launch
+from .config import PARTS_GIVEN_UP, rows_per_launch
 from .integers import ceil_div
 from .layouts import MMA_ROWS
 from .mla_kernel import launch
@@ -71,7 +72,7 @@ def as_one_head(problem: Problem) -> attention.Problem | None:
 
 def few_plan(problem: Problem, config: Config) -> decode_plan.Plan | None:
     """The decode kernel's plan for few heads, with as many tiles in flight as fit; None for more heads."""
-    of_one_head = as_one_head(problem)
+    of_one_head = as_one_head(problem) if config.few_heads else None
     if of_one_head is None:
         return None
     plans = (
@@ -117,13 +118,9 @@ def why_not(problem: Problem, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """As many thread blocks as shared memory leaves room for: one a multiprocessor, or two of few heads."""
+    """As many thread blocks as shared memory leaves room for: one a multiprocessor."""
     problem = one_launch(problem)
     parts = target.core_count // Plan(problem, Config()).blocks
-    if few := few_plan(problem, Config()):
-        # A block may use all of a multiprocessor's shared memory but a kilobyte, which each takes besides.
-        room = (target.smem_bytes + 1024) // (shared_memory.smem_bytes(few) + 1024)
-        parts = min(BLOCKS_PER_CORE, room) * target.core_count
     return Config(num_parts=even_parts(max(parts, 1), problem.batch, PARTS_GIVEN_UP))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged_attn.calls.mla import Problem
-from jax_paged_attn.validation import check, check_positive_int
+from jax_paged_attn.validation import check, check_bool, check_positive_int
 
 from .integers import ceil_div, round_up
 from .layouts import f32
@@ -39,11 +39,16 @@ class Config:
     ----------
     num_parts : int
         Parts that the batch's tiles are cut into, for each 64 queries of a row. Unused with `num_splits`.
+    few_heads : bool
+        Whether the decode kernel serves few heads, where it can, rather than a block of 64 that is mostly
+        padding. Compiled and interpreted, but no GPU has run it so far: therefore not the default.
     """
 
     num_parts: int = 1
+    few_heads: bool = False
 
     def __post_init__(self):
+        check_bool("few_heads", self.few_heads)
         check_positive_int("num_parts", self.num_parts)
         check(self.num_parts <= MAX_PARTS, "num_parts", f"at most {MAX_PARTS}", repr(self.num_parts))
         object.__setattr__(self, "num_parts", int(self.num_parts))  # of numpy's integers
