@@ -10,7 +10,10 @@ import jax.numpy as jnp
 
 import jax_paged_attn
 from jax_paged_attn.demo import model
+from jax_paged_attn.kernels.mosaic_gpu.mla_plan import BLOCK_QUERIES, Config
 from jax_paged_attn.validation import LAYOUT_AXES
+
+H200_CORES = 132
 
 
 def shape(dims: Any, dtype: Any) -> Any:
@@ -279,8 +282,13 @@ class Mla:
     dtype: str = "bfloat16"
     paired: bool = False
     stacked: bool = False  # called in a scan, whose iterations' results are stacked
-    padded: bool = False  # by XLA, to whole blocks of queries
+    few_heads: bool = False  # asked for, rather than blocks of queries
     options: tuple[tuple[str, object], ...] = ()  # further keyword arguments
+
+    @property
+    def padded(self) -> bool:
+        """Whether XLA pads the queries to whole blocks."""
+        return not self.few_heads and self.num_heads * (self.q_len or 1) % BLOCK_QUERIES != 0
 
     def traceable(self) -> Traceable:
         lead = (self.batch, self.num_heads)
@@ -298,6 +306,8 @@ class Mla:
 
         def call(q_nope, q_pe, pages, page_table, sm_scale=0.1):
             options: dict[str, Any] = dict(self.options, sm_scale=sm_scale)
+            if self.few_heads:
+                options["config"] = Config(num_parts=H200_CORES, few_heads=True)
             return jax_paged_attn.mla_decode(q_nope, q_pe, pages, page_table, **options)
 
         return Traceable(stacked(call) if self.stacked else call, (q_nope, q_pe, pages, page_table))
@@ -367,18 +377,26 @@ MODELS = {
     "StarCoder 15B": (48, 1, 128),
 }
 
+# Groups named "further" take minutes and differ little from the others: CI leaves them out.
 CALLS: dict[str, tuple[Call, ...]] = {
     model: (
         Attention(*heads, page_size=16),
-        Attention(*heads, page_size=64, kv_layout="NHD"),
-        Attention(*heads, page_size=64, batch=8, max_kv_len=1024),
         Attention(*heads, page_size=16, kv_layout="NHD", batch=1, max_kv_len=131072),
     )
     for model, heads in MODELS.items()
 }
+CALLS["models, further"] = tuple(
+    call
+    for heads in MODELS.values()
+    for call in (
+        Attention(*heads, page_size=64, kv_layout="NHD"),
+        Attention(*heads, page_size=64, batch=8, max_kv_len=1024),
+    )
+)
 
 llama = MODELS["Llama-3 8B"]
-CALLS["page sizes"] = tuple(Attention(*llama, page_size=n) for n in (1, 8, 12, 128, 544, 2048))
+CALLS["page sizes"] = tuple(Attention(*llama, page_size=n) for n in (1, 12, 544))
+CALLS["page sizes, further"] = tuple(Attention(*llama, page_size=n) for n in (8, 128, 2048))
 CALLS["options"] = (
     Attention(*llama, kv_layout="HPND"),
     Attention(*llama, dtype="float16"),
@@ -395,16 +413,18 @@ CALLS["scan"] = (
 CALLS["limits"] = (
     # Most registers: the most query heads of a tile, in registers and in shared memory.
     Attention(32, 2, 256, options=(("return_lse", True),)),
-    Attention(80, 1, 64, kv_starts=True, options=(("return_lse", True),)),
-    Attention(71, 1, 128, dtype="float16"),
-    Attention(71, 1, 128, options=(("num_splits", 4),)),
+    Attention(72, 1, 64, kv_starts=True, options=(("return_lse", True),)),
+    Attention(71, 1, 128, options=(("num_splits", 4),), spilled=80),
     Attention(71, 1, 128, kv_starts=True, options=(("return_lse", True),), spilled=80),
-    Attention(71, 1, 128, spilled=80),
-    Attention(56, 1, 192, v_head_dim=128, kv_layout="NHD"),
     Attention(64, 2, 256, kv_starts=True),
     Attention(32, 8, 192, v_head_dim=128, options=(("return_lse", True),)),
-    Attention(16, 16, 16, v_head_dim=256),
     Attention(*llama, batch=512, kv_starts=True),
+)
+CALLS["limits, further"] = (
+    Attention(71, 1, 128, dtype="float16", spilled=80),
+    Attention(71, 1, 128, spilled=80),
+    Attention(56, 1, 192, v_head_dim=128, kv_layout="NHD"),
+    Attention(16, 16, 16, v_head_dim=256),
     Attention(*llama, batch=2, options=(("num_splits", 32), ("return_lse", True))),
 )
 E4M3, E5M2, INT8 = (
@@ -413,62 +433,68 @@ E4M3, E5M2, INT8 = (
 CALLS["quantized"] = (
     E4M3(*llama, scale="head"),
     E4M3(*llama, scale="token"),
-    E4M3(*llama, scale="token", page_size=2),
     E4M3(*llama, scale="token", page_size=100, kv_layout="HPND"),
-    E4M3(*llama, page_size=1, kv_layout="NHD"),
     E5M2(*llama, page_size=544, kv_layout="NHD", scale="token"),
-    INT8(*llama, page_size=12),
     INT8(32, 2, 192, scale="token", options=(("return_lse", True),)),
     INT8(64, 2, 256, scale="token"),
     E4M3(71, 1, 64, dtype="float16"),
+    E4M3(32, 8, 80, v_head_dim=48, options=(("num_splits", 4),)),
+)
+CALLS["quantized, further"] = (
+    E4M3(*llama, scale="token", page_size=2),
+    E4M3(*llama, page_size=1, kv_layout="NHD"),
+    INT8(*llama, page_size=12),
     E4M3(32, 8, 64),
     INT8(9, 3, 64, page_size=None, scale="head"),
-    E4M3(32, 8, 80, v_head_dim=48, options=(("num_splits", 4),)),
 )
 ALL = ("soft_cap", "window_left", "alibi_slopes", "sinks")
 CALLS["modifiers"] = (
-    Attention(*llama, modifiers=("window_left",)),
     Attention(*llama, modifiers=ALL, options=(("return_lse", True),)),
-    Attention(*llama, modifiers=ALL, page_size=12, kv_layout="NHD"),
     Attention(*llama, modifiers=ALL, page_size=None, batch=512, kv_starts=True),
-    Attention(*llama, modifiers=ALL, dtype="float16", options=(("num_splits", 4),)),
     Attention(16, 8, 256, modifiers=("soft_cap", "window_left"), kv_starts=True),
-    Attention(64, 8, 64, modifiers=("window_left", "sinks"), options=(("return_lse", True),)),
     Attention(32, 2, 256, modifiers=ALL, kv_starts=True, options=(("return_lse", True),)),
-    Attention(71, 1, 64, modifiers=ALL),
     Attention(72, 1, 64, modifiers=ALL, kv_starts=True),
+    Attention(40, 1, 192, v_head_dim=128, modifiers=ALL, kv_layout="NHD"),
+    E4M3(*llama, modifiers=ALL, scale="token", kv_starts=True),
+    INT8(64, 2, 256, modifiers=ALL, scale="token", kv_starts=True),
+)
+CALLS["modifiers, further"] = (
+    Attention(*llama, modifiers=("window_left",)),
+    Attention(*llama, modifiers=ALL, page_size=12, kv_layout="NHD"),
+    Attention(*llama, modifiers=ALL, dtype="float16", options=(("num_splits", 4),)),
+    Attention(64, 8, 64, modifiers=("window_left", "sinks"), options=(("return_lse", True),)),
+    Attention(71, 1, 64, modifiers=ALL),
     Attention(96, 2, 128, modifiers=ALL),
     Attention(72, 1, 128, modifiers=("sinks", "window_left")),
     Attention(56, 1, 192, modifiers=ALL),
-    Attention(40, 1, 192, v_head_dim=128, modifiers=ALL, kv_layout="NHD"),
     Attention(64, 2, 256, modifiers=ALL),
     E4M3(*llama, modifiers=ALL),
-    E4M3(*llama, modifiers=ALL, scale="token", kv_starts=True),
-    INT8(64, 2, 256, modifiers=ALL, scale="token", kv_starts=True),
     INT8(32, 2, 192, modifiers=ALL, scale="head", options=(("return_lse", True),)),
     E5M2(64, 4, 128, modifiers=ALL, kv_layout="NHD"),
 )
 CALLS["queries"] = (
-    Attention(*llama, q_len=2),
     Attention(*llama, q_len=4, options=(("return_lse", True),)),
-    Attention(*llama, q_len=4, modifiers=ALL, options=(("return_lse", True),)),
     Attention(*llama, q_len=4, modifiers=(*ALL, "mask"), kv_starts=True),
     Attention(*llama, q_len=8, modifiers=("mask",), mask_len=100),
+    Attention(*llama, q_len=100, modifiers=("window_left",), page_size=64),
+    Attention(*llama, q_len=7, page_size=None, batch=512, kv_starts=True),
+    Attention(16, 8, 256, q_len=4, modifiers=("soft_cap", "window_left")),
+    E4M3(*llama, q_len=4),
+    E4M3(*llama, q_len=4, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
+)
+CALLS["queries, further"] = (
+    Attention(*llama, q_len=2),
+    Attention(*llama, q_len=4, modifiers=ALL, options=(("return_lse", True),)),
     Attention(*llama, q_len=8, options=(("causal", False),)),
     Attention(*llama, q_len=16, modifiers=(*ALL, "mask")),
-    Attention(*llama, q_len=100, modifiers=("window_left",), page_size=64),
     Attention(*llama, q_len=4, page_size=12, kv_layout="NHD", modifiers=ALL),
-    Attention(*llama, q_len=7, page_size=None, batch=512, kv_starts=True),
     Attention(*llama, modifiers=("mask",)),
     Attention(64, 8, 64, q_len=5, modifiers=("window_left", "sinks")),
-    Attention(16, 8, 256, q_len=4, modifiers=("soft_cap", "window_left")),
     Attention(32, 2, 256, q_len=2, modifiers=(*ALL, "mask")),
     Attention(*llama, q_len=12, modifiers=(*ALL, "mask"), kv_starts=True),
     Attention(71, 1, 64, q_len=3, modifiers=(*ALL, "mask"), kv_starts=True),
     Attention(48, 1, 128, q_len=3, modifiers=(*ALL, "mask")),
     Attention(40, 1, 192, v_head_dim=128, q_len=2, modifiers=ALL),
-    E4M3(*llama, q_len=4),
-    E4M3(*llama, q_len=4, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
     E4M3(*llama, q_len=2, modifiers=(*ALL, "mask"), scale="token", kv_starts=True),
     E4M3(64, 2, 256, q_len=3, modifiers=(*ALL, "mask")),
     INT8(64, 2, 256, q_len=3, modifiers=(*ALL[1:], "mask"), scale="token", kv_starts=True),
@@ -519,15 +545,18 @@ CALLS["latent attention"] = (
     Mla(),
     Mla(64, options=(("return_lse", True),)),
     Mla(16, options=(("return_lse", True),)),
-    Mla(5, rank=256, page_size=16, batch=8),
-    Mla(32, rank=256, options=(("return_lse", True),)),
-    Mla(16, rank=384, page_size=24),
-    Mla(48, rank=128),
-    Mla(71, rank=128, padded=True),
+    Mla(16, few_heads=True, options=(("return_lse", True),)),
+    Mla(48, rank=128, few_heads=True),
+    Mla(71, rank=128),
     Mla(page_size=16, q_len=2, stacked=True),
+    Mla(page_size=144, rank=256, rope_dim=32, options=(("num_splits", 1),)),
+)
+CALLS["latent attention, further"] = (
+    Mla(5, rank=256, page_size=16, batch=8, few_heads=True),
+    Mla(32, rank=256, few_heads=True, options=(("return_lse", True),)),
+    Mla(16, rank=384, page_size=24, few_heads=True),
     Mla(page_size=16, paired=True, dtype="float16"),
     Mla(page_size=24, rank=256, batch=8),
-    Mla(page_size=144, rank=256, rope_dim=32, options=(("num_splits", 1),)),
     Mla(rank=384, batch=1, max_kv_len=65536, options=(("num_splits", 66), ("return_lse", True))),
     Mla(192, rank=128, q_len=3, batch=512, max_kv_len=64),
 )

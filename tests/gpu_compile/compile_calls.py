@@ -25,6 +25,7 @@ from calls import CALLS, Call  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 import jax_paged_attn  # noqa: E402
+from jax_paged_attn import dispatch  # noqa: E402
 
 
 def h200s(count: int) -> list[Any]:
@@ -99,7 +100,9 @@ def compile_call(call: Call, sharding, seen):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), to_compile.arguments
     )
     # The default implementation, which is what users get; the explicit one would be interpreted on this host.
-    traced = jax.jit(to_compile.function, donate_argnums=to_compile.donated).trace(*arguments)
+    # A config is for the GPU alone, and would be refused for the host.
+    with dispatch.assume_target("sm_90"):
+        traced = jax.jit(to_compile.function, donate_argnums=to_compile.donated).trace(*arguments)
     text = traced.lower().compile().as_text() or ""
     launches, compiled = new_in_dump(seen)
     return {

@@ -20,7 +20,7 @@ from .window import Window
 
 MAX_TILE_HEADS = 16  # query heads of a tile
 # With `wgmma`, by the columns of K or V, whichever are more.
-MAX_WIDE_TILE_HEADS = {64: 80, 128: 72, 192: 56, 256: 32, 384: 24, 512: 16}
+MAX_WIDE_TILE_HEADS = {64: 72, 128: 72, 192: 56, 256: 32, 384: 24, 512: 16}
 MAX_MODIFIED_TILE_HEADS = {64: 64, 128: 48, 192: 40, 256: 32}  # with modifiers or several tokens' queries
 MAX_COLUMNS_OF_BYTES = 384  # of K and V together: with more, tiles of 1-byte values have half as many heads
 # Up to here a loop over the lengths finds a part's place as fast as vector sums do (H200: 1 us faster at 8

@@ -19,7 +19,7 @@ from .inline import address, asm, i32, int32, int64
 from .layouts import THREADS
 from .tiling import Tiling
 
-MIN_SCALE, MAX_SCALE = 2.0**-60, 2.0**110
+MIN_SCALE, MAX_SCALE = 2.0**-84, 2.0**110
 
 
 @dataclasses.dataclass(frozen=True)
