@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from .inline import address, array_of, asm, i32, int32, int64, meet
+from .inline import address, array_of, asm, i32, int32, int64, meet, read_only
 from .integers import ceil_div, round_up
 from .layouts import THREADS
 
@@ -112,7 +112,7 @@ class EqualSlots:
             return jnp.zeros(shape, jnp.int32)
         scalar, layout = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WG_STRIDED(shape, vec_size=1)
         return plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), scalar, scalar),
+            arg_types=(read_only(), scalar, scalar),
             return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout),
         )(
             lambda _, slots, begin, count: _strided_array(
@@ -140,7 +140,7 @@ class EqualSlots:
         else:
             scalar, ref = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
             layout = plgpu.Layout.WG_STRIDED(fetched.shape, vec_size=1)
-            plgpu.inline_mgpu(arg_types=(layout, ref, scalar, scalar, ref, ref))(
+            plgpu.inline_mgpu(arg_types=(layout, read_only(), scalar, scalar, ref, ref))(
                 lambda _, fetched, slots, begin, count, kept, table: self._find(
                     [vector.extract(x, [], [0]) for x in fetched.registers.ravel()],
                     address(slots, int64()),

@@ -1,9 +1,11 @@
 """What the pieces that are written in MLIR and PTX have in common."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -38,6 +40,13 @@ def asm(
         return [result] if results else []
     struct = llvm.inline_asm(llvm.StructType.get_literal(results), operands, code, constraints, **kwargs)
     return [llvm.extractvalue(result, struct, [i]) for i, result in enumerate(results)]
+
+
+def read_only() -> plgpu.RefType:
+    """The type of a ref that inlined code does not write: jax 0.12.1 wants to know, of a kernel's inputs."""
+    says = any(field.name == "write" for field in dataclasses.fields(plgpu.RefType))
+    options: dict[str, Any] = {"write": False} if says else {}
+    return plgpu.RefType(**options)
 
 
 def address(ref: ir.Value, type_: ir.Type) -> ir.Value:

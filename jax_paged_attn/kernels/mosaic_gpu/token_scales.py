@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from .inline import address, asm, i32, int32, int64
+from .inline import address, asm, i32, int32, int64, read_only
 from .layouts import THREADS
 from .tiling import Tiling
 
@@ -79,7 +79,7 @@ class TokenScales:
                 target[rows] = scales[jnp.clip(at, 0, self._count - 1)]
             return
         scalar = plgpu.Layout.WG_SPLAT(())
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[scalar] * len(firsts)))(
+        plgpu.inline_mgpu(arg_types=(read_only(), plgpu.RefType(), *[scalar] * len(firsts)))(
             lambda _, source, target, *firsts: self._fetch(
                 source, target, [x.registers.item() for x in firsts]
             )

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in, registers_of
+from .inline import address, asm, i32, int32, int64, lane_and_warp, offset_in, read_only, registers_of
 from .layouts import MMA_COLUMNS, MMA_ROWS, NUM_WARPS, THREADS, f32, full
 from .operands import Operands
 from .shared_tile import SharedTile
@@ -49,7 +49,7 @@ class WideOperands(Operands):
             smem[:, pl.ds(first_column, columns)] = rows
         else:
             scalar = plgpu.Layout.WG_SPLAT(())
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, plgpu.RefType(self.q.transforms)))(
+            plgpu.inline_mgpu(arg_types=(read_only(), scalar, plgpu.RefType(self.q.transforms)))(
                 lambda _, source, first, target: _copy_rows(
                     source, first.registers.item(), target, self.q, heads, columns, group_size, first_column
                 )
