@@ -105,9 +105,11 @@ def check_equal_slots(slots, config):
 )
 def test_equal_slots_far_apart_in_the_kernel(num_tokens, config):
     """Pairs at many distances, within a tile, a block, and across blocks; all other tokens are kept."""
+    if testing.interpreting("mosaic_gpu"):
+        num_tokens //= 4  # each costs milliseconds
     rng = np.random.default_rng(num_tokens)
     slots = rng.permutation(2 * num_tokens)[:num_tokens]
-    for distance in (1, 7, 127, 128, 300, num_tokens - 40):
+    for distance in (1, 7, 40, 127, 128, num_tokens // 3, num_tokens - 40):
         first = rng.integers(0, num_tokens - distance, 3)
         slots[first] = slots[first + distance]
     slots[-1] = slots[0]
@@ -167,7 +169,7 @@ def test_warpgroups_where_the_interpreter_has_few_threads(monkeypatch, threads):
     check_equal_slots(np.arange(40) // 2, Config(4, 4, 2))
 
 
-@pytest.mark.parametrize(("max_tokens", "num_tokens"), [(32, 70), (128, 256)])
+@pytest.mark.parametrize(("max_tokens", "num_tokens"), [(32, 70), (128, 130)])
 def test_several_launches_in_order(monkeypatch, max_tokens, num_tokens):
     monkeypatch.setattr(kernel, "MAX_TOKENS", max_tokens)
     inputs = make_append_inputs(dataclasses.replace(append_case("rope_e4m3_partial"), num_tokens=num_tokens))
